@@ -1,0 +1,89 @@
+"""Flags of the programs. Field docs are the help texts; nothing here imports torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DEMO_SEED = 5_500_003
+"""Scene seed of demonstrations. Training (7_700_003), validation (9_300_003) and test (9_000_003) scenes differ."""
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """How expert episodes are recorded."""
+
+    episodes: int = 200
+    """Number of scenes the expert tries; only its clean lifts are kept."""
+    seed: int = DEMO_SEED
+    """Scene seed."""
+    first_index: int = 0
+    """Index of the first scene."""
+    distractors: tuple[int, int] = (0, 8)
+    """Fewest and most distractor pieces in a scene."""
+    image_size: int = 128
+    """Side of the square camera images [px]."""
+    near_fraction: float = 0.35
+    """Share of the episodes whose arm starts near the piece: recoveries for free."""
+    variety: float = 1.0
+    """Spread of the expert's speed, approach yaw and hover; 0 gives one motion per scene."""
+    aim_error_mm: float = 0.0
+    """Sloppiness: standard deviation of an aim error that stays for a whole episode [mm]."""
+    hesitation_frames: int = 0
+    """Sloppiness: the expert pauses up to this many control frames at its waypoints."""
+    close_shift_frames: int = 0
+    """Sloppiness: the jaws close up to this many control frames too early or too late."""
+    workers: int = 2
+    """Recording processes."""
+
+
+@dataclass(frozen=True)
+class DemosConfig:
+    """Record expert episodes into a LeRobotDataset."""
+
+    out: str
+    """Folder of the dataset. An unfinished one is continued; a finished one is refused."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """Scenes, images and the expert's manners."""
+    video: bool = False
+    """Store AV1 video (small, lossy) instead of exact images."""
+
+
+@dataclass(frozen=True)
+class CloneConfig:
+    """Clone expert demonstrations into a SmolVLA by flow matching."""
+
+    out: str
+    """Policy folder to write; must not exist."""
+    policy: str = "new"
+    """Policy folder to start from, or "new" for a freshly initialized SmolVLA of --size."""
+    size: Literal["2m", "8m", "30m", "450m"] = "2m"
+    """Size of a new policy (parameters)."""
+    demos: str | None = None
+    """LeRobotDataset folder to learn from; without it episodes are recorded into memory."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    """Episodes recorded when no --demos is given."""
+    stride: int = 6
+    """Every how many control frames an observation is kept."""
+    train: Literal["all", "expert"] = "all"
+    """What is trained: every weight, or the action expert and its projections on a frozen VLM."""
+    reset_expert: bool = False
+    """Start the action expert and its projections from random weights again."""
+    steps: int = 2000
+    """Optimizer steps."""
+    batch: int = 64
+    """Observations in a step."""
+    lr: float = 1e-3
+    """Peak learning rate (AdamW, betas .9 and .95, cosine to 1 % of it)."""
+    warmup: int = 300
+    """Steps of linear warm-up."""
+    weight_decay: float = 1e-4
+    """Weight decay of matrices; vectors get none."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down."""
+    seed: int = 0
+    """Seed of initial weights, minibatches and noise."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    val_episodes: int = 0
+    """Noise-free episodes on validation scenes after cloning (0 = none)."""
+    val_envs: int = 2
+    """Environments of that validation."""
