@@ -87,3 +87,35 @@ class CloneConfig:
     """Noise-free episodes on validation scenes after cloning (0 = none)."""
     val_envs: int = 2
     """Environments of that validation."""
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """Measure the scripted expert on unchecked scenes."""
+
+    episodes: int = 200
+    """Scenes."""
+    seed: int = 9_300_003
+    """Scene seed (validation scenes by default)."""
+    distractors: tuple[int, int] = (0, 15)
+    """Fewest and most distractor pieces in a scene."""
+    workers: int = 2
+    """Processes."""
+
+
+@dataclass(frozen=True)
+class PictureConfig:
+    """Draw one scene: an overview beside what the two cameras see."""
+
+    out: str = "docs/images/scene.png"
+    """PNG file to write."""
+    seed: int = 9_300_003
+    """Scene seed."""
+    index: int = 3
+    """Scene index."""
+    size: int = 480
+    """Height of the picture [px]."""
+    distractors: tuple[int, int] = (12, 15)
+    """Fewest and most distractor pieces."""
+    frame: int = 58
+    """Control frames of the expert's pick before the picture is taken."""
