@@ -1,0 +1,85 @@
+"""What flowrl needs from a flow-matching policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.prefix import Prefix
+
+
+@dataclass(frozen=True)
+class FlowSpec:
+    """Sizes of a flow-matching policy.
+
+    Attributes:
+        num_denoising_steps: K, Euler steps from noise (time 1) to actions (time 0).
+        chunk_size: T, targets that one decision predicts.
+        n_action_steps: Targets of a chunk that the policy means to be executed, at most T.
+        action_dim: A, action size of the environment; these dimensions get noise and are scored.
+        padded_action_dim: D >= A, action size of the network. The dimensions above A are carried through the
+            denoising, because later steps read them, but get no noise and are not scored (an approximation).
+    """
+
+    num_denoising_steps: int
+    chunk_size: int
+    n_action_steps: int
+    action_dim: int
+    padded_action_dim: int
+
+
+class FlowPolicy(ABC):
+    """A policy that integrates a velocity field from noise to a chunk of actions.
+
+    Data contract (B = batch, the other sizes are in `spec`):
+        observation: a batched Gymnasium observation of numpy arrays,
+            {"pixels": {camera: (B, H, W, 3) uint8}, "agent_pos": (B, S) float32 [the environment's units]}.
+        tasks: B instruction strings.
+        x_t: (B, T, D) float32, the noisy chunk, normalized units. time: (B,) float32, 1 = noise, 0 = actions.
+        actions: (B, T, A) float32.
+
+    The module is always in eval mode. Everything that the prefix depends on is frozen, so stored prefixes stay valid.
+    """
+
+    spec: FlowSpec
+    device: torch.device
+    module: nn.Module
+
+    @abstractmethod
+    def encode(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> Prefix:
+        """Runs the frozen part once: observations and instructions -> prefix, on `device`, without gradient."""
+
+    @abstractmethod
+    def velocity(self, x_t: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
+        """Velocity (B, T, D) float32 at (x_t, time); differentiable in the trainable parameters."""
+
+    @abstractmethod
+    def normalize(self, actions: Tensor) -> Tensor:
+        """Actions (B, T, A) in the environment's units -> normalized units."""
+
+    @abstractmethod
+    def unnormalize(self, actions: Tensor) -> Tensor:
+        """Normalized actions (B, T, A) -> the environment's units, on the CPU."""
+
+    @abstractmethod
+    def prefix_features(self, prefix: Prefix) -> Tensor:
+        """What the critic reads: (B, F) float32, detached, independent of padding tokens."""
+
+    @abstractmethod
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that an update may change, by their names in `module.named_parameters()`."""
+
+    @abstractmethod
+    def save(self, folder: Path | str, *, final_folder: Path | str | None = None) -> None:
+        """Writes a complete policy folder that the policy's own library loads unchanged.
+
+        Args:
+            folder: An existing, empty folder.
+            final_folder: Where the folder will lie in the end, if it is going to be renamed.
+        """
