@@ -1,0 +1,96 @@
+"""Chess pieces: their shapes, sizes [m] and mass [kg]. A new kind is one more entry of ``PIECE_KINDS``.
+
+A piece stands on its own frame's origin, z up. Sizes follow a small club set (pawn 48 mm, base 28 mm on
+40 mm squares); 20 g is a plastic piece with felt. Source of what can be grasped: measured lifts in
+simulation: 10 g is marginal and 5 g fails, a flat slab for a knight is fragile, while a round chest
+with a short snout holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import mujoco
+
+PieceKind = Literal["pawn", "knight"]
+PIECE_MASS = 0.020
+
+WHITE_RGBA = (0.95, 0.94, 0.90, 1.0)
+BLACK_RGBA = (0.09, 0.08, 0.08, 1.0)
+
+CONTACT = dict(condim=4, friction=[1.0, 0.005, 0.0001], solref=[0.01, 1.0])
+"""Contact of a piece with the board and with other pieces; the fingers' own parameters win over it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A primitive in the piece's frame: cylinder and capsule (radius, half length), sphere (radius), box (half sizes)."""
+
+    shape: Literal["cylinder", "capsule", "sphere", "box"]
+    size: tuple[float, ...]
+    pos: tuple[float, float, float]
+    mass_share: float = 0.0
+    collides: bool = True
+    quat: tuple[float, float, float, float] = (1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class PieceShape:
+    """What the simulator and the expert know of one kind."""
+
+    parts: tuple[Part, ...]
+    height: float
+    base_radius: float
+    grasp_radius: float
+    """Radius that the fingers close on [m]."""
+    snout: tuple[float, float, float] | None = None
+    """Half width (x), half length (y) and centre (y) of what sticks out above the grasp [m]; None: round."""
+
+
+PIECE_KINDS: dict[PieceKind, PieceShape] = {
+    "pawn": PieceShape(
+        parts=(
+            Part("cylinder", (0.0140, 0.004), (0, 0, 0.004), mass_share=0.6),
+            Part("cylinder", (0.0065, 0.011), (0, 0, 0.019), mass_share=0.2),
+            Part("sphere", (0.0085,), (0, 0, 0.040), mass_share=0.2),
+        ),
+        height=0.0485,
+        base_radius=0.0140,
+        grasp_radius=0.0085,
+    ),
+    "knight": PieceShape(
+        parts=(
+            Part("cylinder", (0.0145, 0.004), (0, 0, 0.004), mass_share=0.6),
+            Part("capsule", (0.0090, 0.010), (0, 0, 0.027), mass_share=0.2),
+            Part("box", (0.0070, 0.0115, 0.006), (0, 0.003, 0.042), mass_share=0.2),
+            Part("box", (0.0055, 0.0025, 0.004), (0, -0.004, 0.051), collides=False),  # ears
+        ),
+        height=0.055,
+        base_radius=0.0145,
+        grasp_radius=0.0090,
+        snout=(0.0070, 0.0115, 0.003),
+    ),
+}
+
+_GEOM_TYPES = {
+    "box": mujoco.mjtGeom.mjGEOM_BOX,
+    "sphere": mujoco.mjtGeom.mjGEOM_SPHERE,
+    "capsule": mujoco.mjtGeom.mjGEOM_CAPSULE,
+    "cylinder": mujoco.mjtGeom.mjGEOM_CYLINDER,
+}
+
+
+def add_piece(body: mujoco.MjsBody, kind: PieceKind) -> None:
+    """Add the geoms of ``kind`` to ``body``, which has a free joint."""
+    for part in PIECE_KINDS[kind].parts:
+        contact = CONTACT if part.collides else dict(contype=0, conaffinity=0)
+        body.add_geom(
+            type=_GEOM_TYPES[part.shape],
+            size=list(part.size) + [0.0] * (3 - len(part.size)),
+            pos=part.pos,
+            quat=part.quat,
+            mass=PIECE_MASS * part.mass_share,
+            rgba=WHITE_RGBA,
+            **contact,
+        )
