@@ -1,0 +1,129 @@
+"""Building LeRobot's SmolVLA from a policy folder: strictly, without network, in the dtypes of the file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from draccus.utils import DraccusException
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from flowrl.errors import FlowRLError
+from flowrl.policy.folder import CONFIG, PolicyFolder
+
+EXPERT = "model.vlm_with_expert.lm_expert."
+VLM_WEIGHTS = "model.vlm_with_expert.vlm."
+
+
+def read_config(folder: PolicyFolder, device: torch.device) -> Any:
+    if folder.config.get("type") != "smolvla":
+        raise FlowRLError(f"{folder.path} is a {folder.config.get('type')!r} policy; flowrl takes smolvla")
+    try:
+        config: Any = PreTrainedConfig.from_pretrained(str(folder.path))
+    except (DraccusException, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise FlowRLError(f"{folder.path / CONFIG} does not fit this LeRobot version: {reason}") from error
+    unsupported = {
+        "adapt_to_pi_aloha": config.adapt_to_pi_aloha,
+        "rtc_config": config.rtc_config is not None and config.rtc_config.enabled,
+        "use_cache=false": not config.use_cache,
+        "n_obs_steps>1": config.n_obs_steps != 1,
+    }
+    for name, used in unsupported.items():
+        if used:
+            raise FlowRLError(
+                f"{folder.path / CONFIG} uses {name}, which flowrl does not support; train without it"
+            )
+    if config.action_feature is None:
+        raise FlowRLError(f"{folder.path / CONFIG} has no output feature 'action'")
+    config.vlm_model_name = str(folder.vlm)
+    config.load_vlm_weights = False  # The checkpoint holds all weights.
+    config.compile_model = False
+    config.device = str(device)
+    return config
+
+
+def build_module(folder: PolicyFolder, config: Any) -> SmolVLAPolicy:
+    # LeRobot prints while it builds, and draws random weights that the file replaces.
+    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+        try:
+            return SmolVLAPolicy(config)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise FlowRLError(f"the VLM folder {folder.vlm} is incomplete: {reason}") from error
+
+
+def load_weights(module: SmolVLAPolicy, file: Path) -> dict[str, torch.dtype]:
+    """Loads strictly, every tensor in the dtype of the file. Returns those dtypes.
+
+    The network's constructor chooses dtypes by itself, so they are set before the values are copied.
+    """
+    own = module.state_dict()
+    with safe_open(file, framework="pt") as handle:
+        stored = set(handle.keys())
+    present = {own[name].data_ptr() for name in stored & own.keys()}
+    missing = sorted(name for name in own.keys() - stored if own[name].data_ptr() not in present)
+    unexpected = sorted(stored - own.keys())
+    if missing or unexpected:
+        remedy = "use the file that belongs to this config.json"
+        if any(name.startswith(("normalize_", "unnormalize_")) for name in unexpected):
+            remedy = "this is an old LeRobot checkpoint: convert it by lerobot.processor.migrate_policy_normalization"
+        raise FlowRLError(f"{file}: missing {_some(missing)}, unexpected {_some(unexpected)}; {remedy}")
+    tensors = load_file(file)
+    wrong = sorted(name for name in stored if tensors[name].shape != own[name].shape)
+    if wrong:
+        raise FlowRLError(
+            f"{file}: wrong shapes, {wrong[0]} is {tuple(tensors[wrong[0]].shape)} instead of "
+            f"{tuple(own[wrong[0]].shape)}, {len(wrong)} in all; use the file that belongs to this config.json"
+        )
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    named = dict(module.named_parameters())
+    for name, dtype in dtypes.items():
+        if name in named and name.startswith((VLM_WEIGHTS, EXPERT)):
+            named[name].data = named[name].data.to(dtype)
+    module.load_state_dict(tensors, strict=False)
+    return dtypes
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    if not names:
+        return "none"
+    return f"{len(names)} keys ({', '.join(names[:limit])}{', ...' if len(names) > limit else ''})"
+
+
+def load_processors(
+    folder: PolicyFolder, config: Any, device: torch.device, rename: Mapping[str, str]
+) -> tuple[Any, Any]:
+    saved: Mapping[str, str] = next(
+        (
+            step["config"]["rename_map"]
+            for step in folder.preprocessor["steps"]
+            if step.get("registry_name") == "rename_observations_processor"
+        ),
+        {},
+    )
+    rename_map = {**saved, **{_feature_name(old): _feature_name(new) for old, new in rename.items()}}
+    return make_pre_post_processors(
+        policy_cfg=config,
+        pretrained_path=str(folder.path),
+        preprocessor_overrides={
+            "tokenizer_processor": {"tokenizer_name": str(folder.vlm)},
+            "device_processor": {"device": str(device)},
+            "rename_observations_processor": {"rename_map": rename_map},
+        },
+    )
+
+
+def _feature_name(name: str) -> str:
+    if not name or name.startswith("observation."):
+        return name
+    return OBS_STATE if name == "agent_pos" else f"{OBS_IMAGES}.{name}"
