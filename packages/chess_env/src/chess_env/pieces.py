@@ -19,7 +19,7 @@ PIECE_MASS = 0.020
 WHITE_RGBA = (0.95, 0.94, 0.90, 1.0)
 BLACK_RGBA = (0.09, 0.08, 0.08, 1.0)
 
-CONTACT = dict(condim=4, friction=[1.0, 0.005, 0.0001], solref=[0.01, 1.0])
+CONTACT = {"condim": 4, "friction": [1.0, 0.005, 0.0001], "solref": [0.01, 1.0]}
 """Contact of a piece with the board and with other pieces; the fingers' own parameters win over it."""
 
 
@@ -84,7 +84,7 @@ _GEOM_TYPES = {
 def add_piece(body: mujoco.MjsBody, kind: PieceKind) -> None:
     """Add the geoms of ``kind`` to ``body``, which has a free joint."""
     for part in PIECE_KINDS[kind].parts:
-        contact = CONTACT if part.collides else dict(contype=0, conaffinity=0)
+        contact = CONTACT if part.collides else {"contype": 0, "conaffinity": 0}
         body.add_geom(
             type=_GEOM_TYPES[part.shape],
             size=list(part.size) + [0.0] * (3 - len(part.size)),

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from chess_env import board, so101, so101_looks
 from chess_env.errors import SceneError
-from chess_env.pieces import PIECE_KINDS, WHITE_RGBA, PieceKind, add_piece
+from chess_env.pieces import WHITE_RGBA, PieceKind, add_piece
 
 Rgb = tuple[float, float, float]
 Vector3 = tuple[float, float, float]
@@ -340,7 +340,7 @@ def _add_table_and_board(spec: mujoco.MjSpec) -> None:
         condim=3, friction=[0.8, 0.005, 0.0001],
     )  # fmt: skip
     # Drawn only: a dark plate, and the 32 light squares as one mesh of thin tiles on it.
-    drawn = dict(contype=0, conaffinity=0, mass=0.0)
+    drawn = {"contype": 0, "conaffinity": 0, "mass": 0.0}
     world.add_geom(name="dark_squares", type=box, size=[half, half, 1e-4], pos=[x, y, top], **drawn)
     tiles = spec.add_mesh(name="light_squares")
     tiles.inertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -46,8 +47,8 @@ GRASP_POINT.setflags(write=False)
 _OPENING_ANGLE = np.array([-0.17, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
 _OPENING_WIDTH = np.array([-0.0048, 0.0082, 0.0239, 0.0395, 0.0543, 0.0678, 0.0794]) - FIXED_JAW_X
 
-HOME_QPOS = np.array([0.0, -1.1056, 0.5577, 1.5949, -1.5360, 0.25])
-"""Start pose [rad], shape (6,): finger tips about 0.19 m above the board, camera turned outwards. Low
+HOME_QPOS = np.array([-0.0374, -0.8807, 0.2215, 1.4443, -1.5750, 0.25])
+"""Start pose [rad], shape (6,): finger tips at (0.22, 0, 0.18) m, camera turned outwards over the board. Low
 poses knock over the pieces of the near ranks."""
 HOME_QPOS.setflags(write=False)
 
@@ -245,9 +246,9 @@ def build_arm_model(robot: str | Path | None = None) -> mujoco.MjModel:
     return spec.compile()
 
 
-def _like(current: object, value: float) -> object:
+def _like(current: Any, value: float) -> Any:
     """``value`` in the shape of ``current``: MuJoCo 4 made some joint scalars into polynomial coefficients."""
-    if np.ndim(current) == 0:  # type: ignore[call-overload]
+    if np.ndim(current) == 0:
         return value
     filled = np.zeros_like(np.asarray(current, dtype=np.float64))
     filled[0] = value
@@ -268,7 +269,7 @@ def _add_links(spec: mujoco.MjSpec) -> None:
         _add_shape(bodies[shape.body], shape, condim=3)
 
 
-def _add_shape(body: mujoco.MjsBody, shape: Shape, **contact: object) -> None:
+def _add_shape(body: mujoco.MjsBody, shape: Shape, **contact: Any) -> None:
     size = list(shape.size) + [0.0] * (3 - len(shape.size))
     body.add_geom(
         type=_GEOM_TYPES[shape.kind],

@@ -128,7 +128,7 @@ _CAMERA_TILT_QUAT = (0.9624252, -0.2715469, 0.0, 0.0)  # -0.55 rad about x, as t
 
 def add_visuals(spec: mujoco.MjSpec) -> None:
     """Add the drawn shapes to the links of ``spec``; they collide with nothing and weigh nothing."""
-    drawn = dict(group=VISUAL_GROUP, contype=0, conaffinity=0, mass=0.0)
+    drawn = {"group": VISUAL_GROUP, "contype": 0, "conaffinity": 0, "mass": 0.0}
     count = 0
 
     def name(rgba: tuple[float, float, float, float]) -> str:

@@ -1,0 +1,297 @@
+"""The scripted expert: above, down, close, lift. It reads the simulator's state and gives 30 Hz joint targets.
+
+It has variety (speed, closing direction, waypoint noise that decays on the way in, short pauses), so that cloning it
+gives a policy that has seen more than one path. ``ExpertConfig`` can also make it sloppy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mujoco
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from chess_env import board, so101
+from chess_env.errors import ConfigError
+from chess_env.grasp import (
+    HOVER_DISTANCE, Grasp, GraspPlanner, approach_direction, seed_qpos, tilt_at,
+)  # fmt: skip
+from chess_env.kinematics import NUM_ARM_JOINTS, GraspPose, jaw_direction
+from chess_env.pieces import PIECE_KINDS
+from chess_env.scene import ChessScene
+
+CONTROL_HZ = 30
+CLOSE_ANGLE = -0.1  # gripper command of a grasp [rad]; 0 and above lose pawns
+LIFT_HEIGHT = 0.080
+JOINT_SPEED = 1.5  # [rad/s]
+HOVER_FRAME = 50
+"""From a distant start the descent begins about here, so that an observation at frame 50 shows the hover."""
+_HOVER_AT_LEAST = 36  # frames of the way to the hover
+_DESCENT_FRAMES, _DWELL_FRAMES, _CLOSE_FRAMES, _SQUEEZE_FRAMES = 18, 2, 5, 5
+_LIFT_FRAMES, _HOLD_FRAMES = 12, 20
+_LATERAL_NOISE, _LATERAL_LIMIT = 0.006, 0.015  # of the hover [m]
+_STANDING_COSINE = 0.97
+_ON_BOARD = 0.004  # a standing piece is within this of the board's height [m]
+_NEAR_HEIGHT = 0.140  # finger tips below this are near the pieces [m above the board]
+_SAFE_HEIGHT = 0.085  # finger tips above this clear every piece [m above the board]
+_HOLDING_ANGLE = 0.06  # gripper command below which a touching gripper is holding [rad]
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """Variety of a good expert, and imperfections of a sloppy one."""
+
+    variety: float = 1.0
+    """Scale of the random variety; 0 gives one path per scene."""
+    aim_error_mm: float = 0.0
+    """Constant error of the aim per episode [mm], standard deviation of each horizontal direction."""
+    hesitation_frames: int = 0
+    """Longest extra pause before the descent [frames], drawn evenly from 0."""
+    close_early_late_frames: int = 0
+    """The gripper closes up to this many frames early or late, drawn evenly."""
+
+    def __post_init__(self) -> None:
+        for name in ("variety", "aim_error_mm", "hesitation_frames", "close_early_late_frames"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"expert {name}={value!r}: a finite number of at least 0 is needed")
+
+
+class Expert:
+    """Plans picks in one scene. Holds scratch data: one per process, not to be shared between threads."""
+
+    def __init__(self, scene: ChessScene, config: ExpertConfig | None = None) -> None:
+        self.scene = scene
+        self.config = config or ExpertConfig()
+        self.planner = GraspPlanner(scene)
+
+    def plan(self, data: mujoco.MjData, target: int, rng: np.random.Generator) -> NDArray[np.float64] | None:
+        """Joint targets [rad] at 30 Hz, shape (num_frames, 6), from the arm's present state to a held lift.
+
+        Works from any state of the arm: at a distance (the home pose), near the piece, after a failed try,
+        or already holding the piece. ``so101.to_units`` turns the targets into actions.
+
+        Args:
+            data: State of the scene; only read.
+            target: Slot of the piece to pick.
+            rng: Source of the variety; the same state and generator give the same plan.
+
+        Returns:
+            None when the piece does not stand on the board within reach, or no grasp is possible.
+        """
+        start = data.ctrl[self.scene.actuator_ids].copy()
+        if start[5] < _HOLDING_ANGLE and all(self.scene.touched_by_arm(data, target)):
+            return self._lift_from_hold(start, rng)
+        if not self._stands_within_reach(data, target):
+            return None
+        variety = self.config.variety
+        grasp = self.planner.plan(data, target, yaw_shift=variety * rng.uniform(-0.1, 0.1))
+        if grasp is None:
+            return None
+        return self._pick(start, self._with_aim_error(grasp, rng), data, target, rng)
+
+    def sample_near_start(
+        self, data: mujoco.MjData, target: int, rng: np.random.Generator
+    ) -> NDArray[np.float64]:
+        """A start pose [rad], shape (6,), with the finger tips around the piece, touching nothing.
+
+        Args:
+            data: A placed scene, with the arm out of the way; only read.
+            target: Slot of the piece.
+            rng: Source of the pose.
+
+        Returns:
+            The home pose when 20 draws all collide.
+        """
+        probe, arm = self.planner.probe, self.planner.arm
+        probe.set_pieces(data)
+        piece = data.xpos[self.scene.pieces[target].body_id]
+        for _ in range(20):
+            angle, distance = rng.uniform(-np.pi, np.pi), rng.uniform(0.0, 0.05)
+            height = rng.uniform(0.022, 0.11)
+            point = piece + np.array([distance * np.cos(angle), distance * np.sin(angle), height])
+            tilt = tilt_at(point) + rng.uniform(-0.15, 0.15)
+            pose = GraspPose(point, tilt, jaw_direction(point, rng.uniform(-0.6, 0.6)))
+            gripper = rng.choice([-0.05, 0.1, 0.25, 0.4]) + rng.uniform(-0.05, 0.05)
+            solution = arm.solve(pose, so101.GRASP_POINT, seed_qpos(point))
+            if solution.error < 0.003:
+                qpos = np.append(solution.qpos, gripper)
+                if min(probe.distances(qpos, target)) >= 0.001:
+                    return qpos
+        return so101.HOME_QPOS.copy()
+
+    def _stands_within_reach(self, data: mujoco.MjData, target: int) -> bool:
+        body = self.scene.pieces[target].body_id
+        upright = data.xmat[body].reshape(3, 3)[2, 2] > _STANDING_COSINE
+        on_board = abs(data.xpos[body][2] - board.BOARD_TOP_Z) < _ON_BOARD
+        return bool(upright and on_board and 0.12 < board.reach_of(data.xpos[body]) < 0.42)
+
+    def _with_aim_error(self, grasp: Grasp, rng: np.random.Generator) -> Grasp:
+        error = rng.normal(size=2) * self.config.aim_error_mm * 1e-3
+        point = grasp.pose.point_w + np.array([*error, 0.0])
+        pose = GraspPose(point, grasp.pose.tilt, grasp.pose.jaw_w)
+        return Grasp(pose, grasp.local, grasp.gripper, grasp.qpos, grasp.clearance)
+
+    def _pick(
+        self,
+        start: NDArray[np.float64],
+        grasp: Grasp,
+        data: mujoco.MjData,
+        target: int,
+        rng: np.random.Generator,
+    ) -> NDArray[np.float64] | None:
+        variety = self.config.variety
+        speed = JOINT_SPEED * (1 + variety * rng.uniform(-0.2, 0.3))
+        path = _Path(start, speed)
+        gripper = grasp.gripper + variety * rng.uniform(-0.01, 0.03)
+        hover = HOVER_DISTANCE + variety * rng.uniform(-0.006, 0.010)
+        lateral = np.clip(variety * rng.normal(size=2) * _LATERAL_NOISE, -_LATERAL_LIMIT, _LATERAL_LIMIT)
+        tips = self.planner.arm.pose(start).point_w
+        present = self.planner.arm.pose(start, grasp.local)
+        aligned = self._offset_of_aligned(present, grasp, start[5], hover, target)
+        if aligned is not None:  # already above the piece, open: straight down from here
+            hover, lateral = aligned
+            gripper, qpos_hover = start[5], start[:NUM_ARM_JOINTS].copy()
+            grasp = Grasp(GraspPose(grasp.pose.point_w, grasp.pose.tilt, present.jaw_w), grasp.local, gripper,
+                          grasp.qpos, grasp.clearance)  # fmt: skip
+        else:
+            shifted = self._at(grasp, hover, lateral, grasp.qpos)
+            if shifted is None:
+                return None
+            qpos_hover = shifted
+            above_board = tips[2] - board.BOARD_TOP_Z
+            if above_board < _SAFE_HEIGHT:
+                self._rise(path, gripper)
+            near = above_board < _NEAR_HEIGHT
+            least = 10 if near else _HOVER_AT_LEAST + int(variety * rng.integers(-4, 8))
+            path.ease(np.append(qpos_hover, gripper), least)
+            pause = int(rng.integers(2, 8))
+            if not near:
+                pause = max(2, HOVER_FRAME + int(rng.integers(-1, 3)) - len(path))
+            path.hold(pause + int(rng.integers(0, self.config.hesitation_frames + 1)))
+        self._descend_and_close(path, grasp, hover, lateral, qpos_hover, gripper, rng)
+        self._lift(path, grasp.pose, grasp.local, rng)
+        return path.targets()
+
+    def _descend_and_close(
+        self,
+        path: _Path,
+        grasp: Grasp,
+        hover: float,
+        lateral: NDArray[np.float64],
+        qpos_hover: NDArray[np.float64],
+        gripper: float,
+        rng: np.random.Generator,
+    ) -> None:
+        nodes, qpos = [qpos_hover], qpos_hover
+        for part in np.linspace(0, 1, 7)[1:]:
+            reached = self._at(grasp, hover * (1 - part), lateral * max(0.0, 1 - 2 * part), qpos)
+            qpos = qpos if reached is None else reached
+            nodes.append(qpos)
+        frames = _DESCENT_FRAMES + self.config.variety * rng.integers(-3, 6)
+        path.follow(np.array(nodes), gripper, max(int(frames * min(hover / HOVER_DISTANCE, 1.2)), 4))
+        path.hold(_DWELL_FRAMES)
+        shift = int(self.config.close_early_late_frames)
+        path.close(_CLOSE_FRAMES, shift=int(rng.integers(-shift, shift + 1)))
+        path.hold(_SQUEEZE_FRAMES)
+
+    def _lift_from_hold(self, start: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+        path = _Path(start, JOINT_SPEED)
+        path.close(1)
+        path.hold(3)
+        self._lift(path, self.planner.arm.pose(start), so101.GRASP_POINT, rng)
+        return path.targets()
+
+    def _lift(
+        self, path: _Path, pose: GraspPose, local: NDArray[np.float64], rng: np.random.Generator
+    ) -> None:
+        qpos = path.last[:NUM_ARM_JOINTS]
+        nodes = [qpos]
+        for height in np.linspace(0, LIFT_HEIGHT, 5)[1:]:
+            raised = GraspPose(pose.point_w + np.array([0, 0, height]), pose.tilt, pose.jaw_w)
+            qpos = self.planner.arm.solve(raised, local, qpos).qpos
+            nodes.append(qpos)
+        path.follow(
+            np.array(nodes), path.last[5], _LIFT_FRAMES + int(self.config.variety * rng.integers(-2, 4))
+        )
+        path.hold(_HOLD_FRAMES)
+
+    def _rise(self, path: _Path, gripper: float) -> None:
+        """Straight up from between the pieces, opening on the way."""
+        pose = self.planner.arm.pose(path.last)
+        top = np.array([*pose.point_w[:2], board.BOARD_TOP_Z + _SAFE_HEIGHT])
+        solution = self.planner.arm.solve(GraspPose(top, pose.tilt, pose.jaw_w), so101.GRASP_POINT, path.last)
+        if solution.error < 0.006:
+            path.ease(np.append(solution.qpos, gripper), 8)
+
+    def _at(
+        self, grasp: Grasp, hover: float, lateral: NDArray[np.float64], start: NDArray[np.float64]
+    ) -> NDArray[np.float64] | None:
+        shifted = GraspPose(grasp.pose.point_w + np.array([*lateral, 0.0]), grasp.pose.tilt, grasp.pose.jaw_w)
+        moved = Grasp(shifted, grasp.local, grasp.gripper, grasp.qpos, grasp.clearance)
+        return self.planner.way_in(moved, hover, start)
+
+    def _offset_of_aligned(
+        self, present: GraspPose, grasp: Grasp, gripper: float, hover: float, target: int
+    ) -> tuple[float, NDArray[np.float64]] | None:
+        """(distance back along the approach, sideways offset) of a gripper that can go straight down, else None."""
+        offset = present.point_w - grasp.pose.point_w
+        back = float(-offset @ grasp.approach)
+        sideways = offset + back * grasp.approach
+        shape = PIECE_KINDS[self.scene.pieces[target].kind]
+        is_open = so101.gripper_opening(gripper) > 2 * shape.grasp_radius + 0.010
+        in_cone = -0.006 < back < hover + 0.02 and np.linalg.norm(sideways) < 0.003 + 0.35 * max(back, 0.0)
+        turned = float(present.jaw_w @ grasp.pose.jaw_w) > 0.9
+        if not (is_open and in_cone and turned and abs(present.tilt - grasp.pose.tilt) < 0.3):
+            return None
+        return max(back, 1e-3), sideways[:2]
+
+
+class _Path:
+    """Joint targets [rad] at 30 Hz, grown segment by segment."""
+
+    def __init__(self, start: ArrayLike, speed: float) -> None:
+        self.last = np.array(start, dtype=np.float64)
+        self._speed = speed
+        self._targets: list[NDArray[np.float64]] = []
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def targets(self) -> NDArray[np.float64]:
+        return np.array(self._targets)
+
+    def hold(self, num_frames: int) -> None:
+        self._targets += [self.last.copy() for _ in range(num_frames)]
+
+    def ease(self, to: NDArray[np.float64], least_frames: int) -> None:
+        """Smoothly to ``to``; a peak of 1.3 times the mean speed stays near the limit."""
+        furthest = float(np.abs(to[:NUM_ARM_JOINTS] - self.last[:NUM_ARM_JOINTS]).max())
+        num_frames = max(math.ceil(1.3 * furthest / self._speed * CONTROL_HZ), least_frames)
+        u = (np.arange(1, num_frames + 1) / num_frames)[:, None]
+        self._extend(self.last + (to - self.last) * (u * u * (3 - 2 * u)))
+
+    def follow(self, nodes: NDArray[np.float64], gripper: float, num_frames: int) -> None:
+        """At even speed through arm poses, shape (n, 5); the first is where the arm is."""
+        at = np.arange(1, num_frames + 1) / num_frames * (len(nodes) - 1)
+        arm = np.column_stack([np.interp(at, np.arange(len(nodes)), column) for column in nodes.T])
+        self._extend(np.column_stack([arm, np.full(num_frames, gripper)]))
+
+    def close(self, num_frames: int, shift: int = 0) -> None:
+        """Close the gripper; ``shift`` frames late, or early, while the arm still moves."""
+        self.hold(max(shift, 0))
+        first = self.last[5]
+        ramp = first + (CLOSE_ANGLE - first) * np.arange(1, num_frames + 1) / num_frames
+        for angle in ramp:
+            self._extend(np.append(self.last[:5], angle)[None])
+        early = min(max(-shift, 0), len(self._targets) - num_frames)
+        if early:  # the closing begins that many frames before the arm has stopped
+            for index in range(len(self._targets) - num_frames - early, len(self._targets)):
+                done = index - (len(self._targets) - num_frames - early)
+                self._targets[index][5] = ramp[min(done, num_frames - 1)]
+
+    def _extend(self, targets: NDArray[np.float64]) -> None:
+        self._targets += list(targets)
+        self.last = targets[-1].copy()
