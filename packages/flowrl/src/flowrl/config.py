@@ -1,0 +1,246 @@
+"""Every flag of the programs: frozen dataclasses whose field docs are the command-line help.
+
+This file imports neither torch nor lerobot, so that `--help` and a bad flag answer at once.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flowrl.errors import FlowRLError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Improve a flow-matching policy with PPO in a Gymnasium environment."""
+
+    policy: str = "models/chess-tiny"
+    """Policy to start from: a LeRobot policy folder, a checkpoint of this program, or a hub id."""
+    env_id: str = "chess_env:ChessPick-v0"
+    """Environment, in Gymnasium's `module:id` form. It executes a chunk of targets in one step."""
+    env_kwargs: str = "{}"
+    """Further arguments of the environment, as JSON, for example '{"distractors": [0, 4]}'."""
+    rename: tuple[str, ...] = ()
+    """Camera and state names of the environment and what the policy calls them: top=camera1 wrist=camera2."""
+    task: str = ""
+    """Instruction for environments that give none in `info["task"]`."""
+    out: str = ""
+    """Folder for the record and the checkpoints; must be new. Empty: runs/<name of the policy>."""
+    resume: bool = False
+    """Continue the run in --out where it stopped."""
+    device: str = "auto"
+    """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
+    torch_threads: int = 2
+    """Threads of torch on the CPU. More of them starve the simulators."""
+    expert_bf16: bool = False
+    """Train the action expert in the checkpoint's own dtype instead of float32. Small updates are lost."""
+
+    iterations: int = 30
+    """Iterations: each collects episodes, then updates the weights."""
+    envs: int = 10
+    """Environments that run side by side."""
+    episodes: int = 100
+    """Training episodes an iteration."""
+    seconds: float = 20.0
+    """Time limit of an episode [s], for environments that take a `seconds` argument."""
+    early_stop: bool = True
+    """End a training episode as soon as it is spoilt, where the environment can. Validation never does."""
+    train_seed: int = 7_700_003
+    """Seed of the training scenes, of which none is used twice, and of the minibatch order."""
+
+    val_seed: int = 9_300_003
+    """Seed of the validation scenes, which no update ever sees."""
+    val_episodes: int = 60
+    """Validation episodes, always the same scenes, without noise."""
+    val_every: int = 5
+    """Validate before the first update and after every so many iterations."""
+    save_every: int = 5
+    """Keep a checkpoint after every so many iterations."""
+
+    lr: float = 3e-7
+    """Learning rate of the policy."""
+    sigma_lr: float = 3e-3
+    """Learning rate of the noise, with --learn-sigma."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critic."""
+    kl_adapt: float | None = None
+    """Per-element KL that the policy's learning rate is steered to, by a factor of 0.5 to 2 an iteration. None: fixed rate."""
+
+    sigma_start: float = 0.2
+    """Standard deviation of the exploration noise at the first denoising step [normalized action]."""
+    sigma_end: float = 0.002
+    """Standard deviation at the last denoising step; geometric in between."""
+    learn_sigma: bool = False
+    """Train the standard deviation per denoising step and joint, inside [0.5 * smaller, 1.5 * larger] of the two ends."""
+    noise_basis: Literal["white", "dct"] = "white"
+    """white: every target of the chunk on its own. dct: only the lowest cosine modes over the chunk, which an arm can follow."""
+    noise_modes: int = 6
+    """Number of cosine modes, with --noise-basis dct."""
+
+    gamma: float = 0.99
+    """Discount from one decision to the next."""
+    lam: float = 0.95
+    """Lambda of the generalized advantage estimate."""
+    bootstrap_truncated: bool = False
+    """Count the critic's value of the last observation when an episode ran out of time; otherwise 0."""
+    ratio: Literal["element", "step", "chunk"] = "element"
+    """Unit of the clipped probability ratio: one scored value, one denoising step, one whole chain."""
+    clip: float = 0.2
+    """Ratios are clipped to [1 - clip, 1 + clip]."""
+    epochs: int = 2
+    """Passes over the iteration's decisions."""
+    minibatch: int = 16
+    """Decisions in one optimizer step."""
+    target_kl: float = 0.02
+    """Stop after an epoch whose mean per-element KL exceeds this."""
+    vf_coef: float = 0.5
+    """Weight of the critic's loss, 0.5 * squared error."""
+    max_grad_norm: float = 1.0
+    """Gradient norm is clipped to this, for policy, noise and critic separately."""
+    critic_warmup: int = 1
+    """First iterations that train the critic only."""
+    critic_epochs: int = 0
+    """Additional passes of the critic alone over the iteration's decisions."""
+    grad_cosine: bool = False
+    """Log the cosine between the policy gradients of two halves of the decisions (costs one more pass)."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluate policies without exploration noise on fixed scenes."""
+
+    policy: str = "models/chess-tiny"
+    """Policy to evaluate: a LeRobot policy folder, a checkpoint of flowrl-train, or a hub id."""
+    versus: str = ""
+    """Another policy, evaluated on the same scenes; the difference is written to versus.json."""
+    env_id: str = "chess_env:ChessPick-v0"
+    """Environment, in Gymnasium's `module:id` form."""
+    env_kwargs: str = "{}"
+    """Further arguments of the environment, as JSON."""
+    rename: tuple[str, ...] = ()
+    """Camera and state names of the environment and what the policy calls them: top=camera1 wrist=camera2."""
+    task: str = ""
+    """Instruction for environments that give none in `info["task"]`."""
+    episodes: int = 100
+    """Number of scenes, with index 0, 1, 2, ..."""
+    seed: int = 9_000_003
+    """Seed of the scenes."""
+    workers: int = 10
+    """Environments that run side by side, with --fast."""
+    seconds: float = 20.0
+    """Time limit of an episode [s], for environments that take a `seconds` argument."""
+    fast: bool = False
+    """Batch over environments. (One at a time through LeRobot's own `predict_action_chunk` is not there yet.)"""
+    noise: bool = False
+    """With the exploration noise that the checkpoint was trained with."""
+    expert_fp32: bool = False
+    """Run the action expert in float32 instead of the checkpoint's own dtype, as training does."""
+    device: str = "auto"
+    """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
+    torch_threads: int = 2
+    """Threads of torch on the CPU."""
+    out: str = ""
+    """Folder for the results. Empty: outputs/eval/<name of the policy>."""
+
+
+@dataclass(frozen=True)
+class RelocateConfig:
+    """Rewrite the path of the vision-language model in a checkpoint that was moved, for LeRobot's own tools."""
+
+    folder: str
+    """Checkpoint folder."""
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field: val_every -> --val-every."""
+    return "--" + name.replace("_", "-")
+
+
+AT_LEAST_ONE = (
+    "envs",
+    "episodes",
+    "val_episodes",
+    "val_every",
+    "save_every",
+    "noise_modes",
+    "epochs",
+    "minibatch",
+    "torch_threads",
+    "workers",
+)
+AT_LEAST_ZERO = (
+    "iterations",
+    "critic_warmup",
+    "critic_epochs",
+    "train_seed",
+    "val_seed",
+    "seed",
+    "sigma_lr",
+    "lr",
+    "critic_lr",
+    "vf_coef",
+)
+POSITIVE = ("seconds", "sigma_start", "sigma_end", "target_kl", "max_grad_norm", "kl_adapt")
+
+
+def check_config(config: TrainConfig | EvalConfig) -> None:
+    """Raises FlowRLError, one line, for a value that cannot work."""
+    values = asdict(config)
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, float) and not abs(value) < float("inf"):
+            raise FlowRLError(f"{flag(name)} {value}: must be a finite number")
+        if name in AT_LEAST_ONE and value < 1:
+            raise FlowRLError(f"{flag(name)} {value}: must be at least 1")
+        if name in AT_LEAST_ZERO and value < 0:
+            raise FlowRLError(f"{flag(name)} {value}: must not be negative")
+        if name in POSITIVE and not value > 0:
+            raise FlowRLError(f"{flag(name)} {value}: must be greater than 0")
+        if name in ("gamma", "lam") and not 0 <= value <= 1:
+            raise FlowRLError(f"{flag(name)} {value}: must lie between 0 and 1")
+        if name == "clip" and not 0 < value < 1:
+            raise FlowRLError(f"{flag(name)} {value}: must lie between 0 and 1, both excluded")
+        if name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise FlowRLError(f"{flag(name)} {value!r}: must be auto, cpu, cuda or cuda:N")
+    parse_env_kwargs(config.env_kwargs)
+    parse_rename(config.rename)
+    if isinstance(config, TrainConfig) and config.train_seed == config.val_seed:
+        raise FlowRLError(
+            f"--val-seed {config.val_seed} equals --train-seed: validation scenes would be trained on; choose another"
+        )
+
+
+def parse_env_kwargs(text: str) -> dict[str, Any]:
+    """The JSON object of --env-kwargs as keyword arguments.
+
+    Raises:
+        FlowRLError: not JSON, or not an object.
+    """
+    try:
+        kwargs = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FlowRLError(
+            f"--env-kwargs {text!r}: not JSON ({error}); for example '{{\"seconds\": 10}}'"
+        ) from error
+    if not isinstance(kwargs, dict):
+        raise FlowRLError(f"--env-kwargs {text!r}: must be a JSON object, for example '{{\"seconds\": 10}}'")
+    return kwargs
+
+
+def parse_rename(pairs: tuple[str, ...]) -> dict[str, str]:
+    """("top=camera1", ...) as {"top": "camera1", ...}: environment's name -> policy's name.
+
+    Raises:
+        FlowRLError: a pair without exactly one `=`, or a name given twice.
+    """
+    names: dict[str, str] = {}
+    for pair in pairs:
+        environment, equals, policy = pair.partition("=")
+        if not (environment and equals and policy) or "=" in policy:
+            raise FlowRLError(f"--rename {pair!r}: must be ENVIRONMENT=POLICY, for example top=camera1")
+        if environment in names or policy in names.values():
+            raise FlowRLError(f"--rename {pair!r}: a name is given twice")
+        names[environment] = policy
+    return names

@@ -1,0 +1,300 @@
+"""PPO on stored denoising chains: the loss as pure functions, and one update loop.
+
+Every scored element of a chain has its own clipped ratio, as tokens do in language-model PPO: at the small noise of the
+last steps the probability of a whole step moves by hundreds of nats after one small update.
+Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7; KL estimate: Schulman 2020, "k3".
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowrl.config import TrainConfig
+from flowrl.errors import FlowRLError
+from flowrl.flow.likelihood import rescore, rescore_flat
+from flowrl.policy.critic import Critic
+from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.noise import NoiseModel
+from flowrl.rollout import Decisions
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +- this, so that exp stays finite; such ratios are far outside the clip range."""
+BAD_BATCHES_IN_A_ROW = 3
+CHECKED_ROUNDS = 4
+
+
+def executed_mask(num_executed: Tensor, noise: NoiseModel) -> Tensor:
+    """1 for the elements that count, (B, 1, F, 1) float32.
+
+    In the white basis an element is one target of the chunk, and targets that never ran (the episode ended inside the
+    chunk) do not count. A cosine mode spans the whole chunk and always counts.
+    """
+    if noise.basis != "white":
+        return torch.ones(len(num_executed), 1, noise.num_elements, 1, device=num_executed.device)
+    targets = torch.arange(noise.num_elements, device=num_executed.device)
+    return (targets < num_executed[:, None]).float()[:, None, :, None]
+
+
+def log_ratio(new: Tensor, old: Tensor, mask: Tensor, unit: str) -> Tensor:
+    """Log of the probability ratio per unit, clamped to +-20: (B, K, F, A) for element, (B, K) for step, (B,) for chunk."""
+    difference = new - old
+    if unit == "step":
+        difference = (difference * mask).sum(dim=(2, 3))
+    elif unit == "chunk":
+        difference = (difference * mask).sum(dim=(1, 2, 3))
+    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the values whose mask is 1 (broadcast); 0 when there is none."""
+    mask = mask.expand_as(values)
+    return (values * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def clipped_loss(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, 1 - c, 1 + c) A), averaged over the units that count, and the fraction of ratios outside the clip.
+
+    Args:
+        log_ratios: (B, ...), one per unit.
+        advantages: (B,), normalized.
+        mask: Broadcasts to `log_ratios`.
+        clip: c.
+    """
+    ratio = log_ratios.exp()
+    advantage = advantages.view(-1, *[1] * (log_ratios.dim() - 1))
+    objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    clipped = ((ratio.detach() - 1).abs() > clip).float()
+    return -masked_mean(objective, mask), masked_mean(clipped, mask)
+
+
+def approx_kl(new: Tensor, old: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimates of KL(old || new) by (r - 1) - log r: the mean over elements, and the sum over a decision's elements, averaged."""
+    log_ratios = log_ratio(new.detach(), old, mask, "element")
+    kl = (log_ratios.exp() - 1) - log_ratios
+    return masked_mean(kl, mask), (kl * mask).sum(dim=(1, 2, 3)).mean()
+
+
+def adapted_lr(lr: float, kl: float, target: float) -> float:
+    """Learning rate whose KL should be nearer to `target`: KL grows with its square; a factor of 0.5 to 2."""
+    factor = (target / kl) ** 0.5 if kl > 0 else 2.0
+    return lr * min(2.0, max(0.5, factor))
+
+
+@dataclass
+class UpdateStats:
+    """What an update reports, averaged over its minibatches (kl over those of the last epoch); None: not applicable."""
+
+    kl: float | None = None
+    kl_decision: float | None = None
+    clip_fraction: float | None = None
+    pg_loss: float | None = None
+    v_loss: float | None = None
+    grad_norm: float | None = None
+    grad_cosine: float | None = None
+    ratio_max_dev: float | None = None
+    epochs_done: int = 0
+    kl_stop: bool = False
+    lr: float = 0.0
+    skipped: int = 0
+
+
+_COLUMNS = ("pg_loss", "v_loss", "kl", "kl_decision", "clip_fraction", "grad_norm", "bad")
+
+
+class PPO:
+    """Optimizer and update loop for policy, noise and critic.
+
+    Attributes:
+        optimizer: AdamW without weight decay, three groups: policy, noise, critic.
+        lr: The policy's learning rate now; `kl_adapt` changes it.
+    """
+
+    def __init__(self, policy: FlowPolicy, noise: NoiseModel, critic: Critic, config: TrainConfig) -> None:
+        self.policy, self.noise, self.critic, self.config = policy, noise, critic, config
+        self.lr = config.lr
+        self.groups: list[list[nn.Parameter]] = [
+            list(policy.trainable_parameters().values()),
+            list(noise.parameters()),
+            list(critic.parameters()),
+        ]
+        rates = (config.lr, config.sigma_lr, config.critic_lr)
+        groups = [{"params": params, "lr": rate} for params, rate in zip(self.groups, rates) if params]
+        # Fused: it is the one that can skip a step by a flag on the device (`found_inf`), without waiting for it.
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self._bad_in_a_row = 0
+
+    def update(
+        self,
+        decisions: Decisions,
+        advantages: np.ndarray,
+        returns: np.ndarray,
+        iteration: int,
+        on_minibatch: Callable[[int], None] = lambda count: None,
+    ) -> UpdateStats:
+        """One iteration's update: epochs over shuffled minibatches of decisions, the last partial one included.
+
+        The policy and the noise stay bit-identical during the critic's warm-up and when all advantages are 0.
+
+        Args:
+            decisions: N decisions as collected.
+            advantages: (N,), normalized over the whole iteration.
+            returns: (N,), the critic's targets.
+            iteration: Counted from 1; with the training seed it determines the order of the minibatches.
+            on_minibatch: Called with the number of decisions after each minibatch.
+
+        Raises:
+            FlowRLError: three minibatches in a row had a loss or gradient that is not finite.
+        """
+        config, device = self.config, decisions.states.device
+        advantage = torch.as_tensor(advantages, dtype=torch.float32, device=device)
+        target = torch.as_tensor(returns, dtype=torch.float32, device=device)
+        train_policy = iteration > config.critic_warmup and bool(np.any(advantages))
+        stats = UpdateStats(lr=self.lr if train_policy else 0.0)
+        self.optimizer.param_groups[0]["lr"] = self.lr
+        stats.ratio_max_dev, old = self._old_log_prob(decisions, needed=train_policy)
+        if config.grad_cosine and train_policy:
+            stats.grad_cosine = self._half_split_cosine(decisions, old, advantage)
+
+        rows: list[dict[str, float]] = []
+        for epoch in range(config.epochs):
+            table = []
+            for index in self._minibatches(len(decisions), iteration, epoch, device):
+                table.append(self._step(decisions, index, old, advantage, target, train_policy))
+                on_minibatch(len(index))
+            epoch_rows = self._read(table, stats)
+            rows += epoch_rows
+            stats.epochs_done += 1
+            if train_policy:
+                stats.kl, stats.kl_decision = _mean(epoch_rows, "kl"), _mean(epoch_rows, "kl_decision")
+                if stats.kl is not None and stats.kl > config.target_kl:
+                    stats.kl_stop = True
+                    break
+        for epoch in range(config.epochs, config.epochs + config.critic_epochs):
+            table = [
+                self._step(decisions, index, old, advantage, target, train_policy=False)
+                for index in self._minibatches(len(decisions), iteration, epoch, device)
+            ]
+            self._read(table, stats)
+
+        stats.v_loss = _mean(rows, "v_loss")
+        if train_policy:
+            for name in ("clip_fraction", "pg_loss", "grad_norm"):
+                setattr(stats, name, _mean(rows, name))
+            if config.kl_adapt is not None and stats.kl is not None:
+                self.lr = adapted_lr(self.lr, stats.kl, config.kl_adapt)
+        return stats
+
+    def _old_log_prob(self, decisions: Decisions, needed: bool) -> tuple[float, Tensor]:
+        """The largest |ratio - 1| of chains rescored as they were sampled, and the log-probabilities to compare with.
+
+        Those are the sampler's own if the update's kernel reproduces them bit for bit on the checked rounds; otherwise
+        all are rescored by the update's kernel, or the ratios would measure the kernels.
+        """
+        num_rounds = len(decisions.rounds)
+        chosen = sorted({round(i) for i in np.linspace(0, num_rounds - 1, min(num_rounds, CHECKED_ROUNDS))})
+        max_dev, kernels_agree = torch.zeros((), device=decisions.states.device), True
+        for rows in (decisions.rounds[i] for i in chosen):
+            index = torch.arange(rows.start, rows.stop, device=decisions.states.device)
+            index = index.repeat(2) if len(index) == 1 else index  # padded as in the rollout
+            stored = decisions.log_prob[index]
+            with torch.no_grad():
+                again = rescore(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
+            max_dev = torch.maximum(max_dev, ((again - stored).exp() - 1).abs().max())
+            if needed and kernels_agree:
+                kernels_agree = torch.equal(self._log_prob(decisions, index).detach(), stored)
+        if kernels_agree:
+            return float(max_dev), decisions.log_prob
+        size = self.config.minibatch
+        indices = torch.arange(len(decisions), device=decisions.states.device).split(size)
+        return float(max_dev), torch.cat([self._log_prob(decisions, index).detach() for index in indices])
+
+    def _log_prob(self, decisions: Decisions, index: Tensor) -> Tensor:
+        """The update's own kernel: all denoising steps of the chosen decisions in one batch, differentiable."""
+        return rescore_flat(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
+
+    def _minibatches(
+        self, num_decisions: int, iteration: int, epoch: int, device: torch.device
+    ) -> Sequence[Tensor]:
+        """Every decision once, shuffled; a pure function of seed, iteration and epoch, so a resumed run repeats it."""
+        rng = np.random.default_rng([self.config.train_seed, iteration, epoch])
+        return torch.as_tensor(rng.permutation(num_decisions), device=device).split(self.config.minibatch)
+
+    def _step(
+        self,
+        decisions: Decisions,
+        index: Tensor,
+        old: Tensor,
+        advantage: Tensor,
+        target: Tensor,
+        train_policy: bool,
+    ) -> Tensor:
+        """One optimizer step on one minibatch, without waiting for the device; returns a row of `_COLUMNS`."""
+        config = self.config
+        zero = torch.zeros((), device=index.device)
+        pg_loss = kl = kl_decision = clip_fraction = zero
+        if train_policy:
+            new, old_log_prob = self._log_prob(decisions, index), old[index]
+            mask = executed_mask(decisions.num_executed[index], self.noise)
+            ratios = log_ratio(new, old_log_prob, mask, config.ratio)
+            weight = mask if config.ratio == "element" else torch.ones_like(ratios)
+            pg_loss, clip_fraction = clipped_loss(ratios, advantage[index], weight, config.clip)
+            kl, kl_decision = approx_kl(new, old_log_prob, mask)
+        v_loss = 0.5 * (self.critic(decisions.features[index]) - target[index]).square().mean()
+        loss = pg_loss + config.vf_coef * v_loss
+
+        self.optimizer.zero_grad()
+        loss.backward()
+        norms = [
+            nn.utils.clip_grad_norm_(group, config.max_grad_norm) if group else zero for group in self.groups
+        ]
+        bad = ~torch.isfinite(torch.stack([loss.detach(), *norms])).all()
+        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return torch.stack(
+            [pg_loss.detach(), v_loss.detach(), kl, kl_decision, clip_fraction, norms[0], bad.float()]
+        )
+
+    def _read(self, table: Sequence[Tensor], stats: UpdateStats) -> list[dict[str, float]]:
+        """An epoch's rows in one transfer, without the skipped minibatches, which are counted."""
+        good = []
+        for values in torch.stack(list(table)).cpu().tolist():
+            row = dict(zip(_COLUMNS, values))
+            self._bad_in_a_row = self._bad_in_a_row + 1 if row["bad"] else 0
+            if self._bad_in_a_row >= BAD_BATCHES_IN_A_ROW:
+                raise FlowRLError(
+                    f"{BAD_BATCHES_IN_A_ROW} minibatches in a row had a loss or gradient that is not finite; no weight was "
+                    "changed by them. Lower --lr, or look for broken observations or rewards; the last checkpoint is good"
+                )
+            stats.skipped += bool(row["bad"])
+            good += [] if row["bad"] else [row]
+        return good
+
+    def _half_split_cosine(self, decisions: Decisions, old: Tensor, advantage: Tensor) -> float:
+        """Cosine between the policy gradients of the even and the odd decisions, before any step."""
+        gradients = []
+        for half in range(2):
+            self.optimizer.zero_grad()
+            chosen = torch.arange(half, len(decisions), 2, device=old.device)
+            for index in chosen.split(self.config.minibatch):
+                mask = executed_mask(decisions.num_executed[index], self.noise)
+                ratios = log_ratio(self._log_prob(decisions, index), old[index], mask, self.config.ratio)
+                weight = mask if self.config.ratio == "element" else torch.ones_like(ratios)
+                loss, _ = clipped_loss(ratios, advantage[index], weight, self.config.clip)
+                (loss * len(index) / max(len(chosen), 1)).backward()
+            gradients.append(
+                torch.cat(
+                    [
+                        p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten()
+                        for p in self.groups[0]
+                    ]
+                )
+            )
+        self.optimizer.zero_grad()
+        return float(nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0))
+
+
+def _mean(rows: Sequence[dict[str, float]], name: str) -> float | None:
+    return sum(row[name] for row in rows) / len(rows) if rows else None

@@ -1,0 +1,160 @@
+"""The environment's side of the boundary: making vector environments, and telling their failures in one line.
+
+flowrl needs of an environment: an action space Box(T, A) (one step executes a chunk of T targets), no autoreset, and
+that an environment which has ended is left alone until it is reset. It reads two optional keys of `metadata`:
+
+- `reset_options`: names of the reset options that the environment understands. "index": scenes are a pure function of
+  (seed, index). "early_stop": a bool that overrides the constructor's for one episode.
+- `log_metrics`: what to report of `info["episode_metrics"]`, see `metrics.summarize_episodes`.
+"""
+
+import importlib
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+
+from flowrl.errors import FlowRLError
+from flowrl.policy.interface import FlowSpec
+from flowrl.sub_environment import SubEnvironmentMaker
+
+
+def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any]) -> VectorEnv:
+    """Environments in processes of their own, with autoreset disabled.
+
+    The environment's own vector class where it registered one, else Gymnasium's AsyncVectorEnv. The workers ignore
+    SIGINT: on Ctrl-C the trainer decides when they end.
+
+    Args:
+        env_id: Gymnasium id, `module:id` to import the module that registers it.
+        num_envs: Number of environments.
+        env_kwargs: Arguments of the environment, see `resolve_env_kwargs`.
+
+    Raises:
+        FlowRLError: unknown id, failing import, arguments that the environment refuses, or autoreset enabled.
+    """
+    spec = find_spec(env_id)
+    with environment_errors(f"--env-id {env_id}: cannot be made"), _interrupts_ignored():
+        if spec.vector_entry_point is not None:
+            vec_env = gymnasium.make_vec(env_id, num_envs=num_envs, **env_kwargs)
+        else:
+            makers = [SubEnvironmentMaker(env_id, number, dict(env_kwargs)) for number in range(num_envs)]
+            vec_env = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED, context="forkserver")
+    mode = vec_env.metadata.get("autoreset_mode")
+    if mode != AutoresetMode.DISABLED:
+        close_vector_env(vec_env)
+        raise FlowRLError(
+            f"--env-id {env_id}: its vector environment has autoreset mode {mode}; DISABLED is needed"
+        )
+    return vec_env
+
+
+def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
+    """The registered specification of an id; its `kwargs` are the environment's arguments with their defaults.
+
+    Raises:
+        FlowRLError: unknown id or failing import.
+    """
+    module, colon, name = env_id.rpartition(":")
+    remedy = "" if colon else "; write module:id to import the module that registers it"
+    with environment_errors(f"--env-id {env_id}: not found{remedy}"):
+        if module:
+            importlib.import_module(module)
+        return gymnasium.spec(name)
+
+
+def resolve_env_kwargs(
+    spec: gymnasium.envs.registration.EnvSpec, env_kwargs: Mapping[str, Any], seconds: float, policy: FlowSpec
+) -> dict[str, Any]:
+    """The environment's arguments: the given ones, and those that follow from flags and policy.
+
+    `seconds`, `chunk_size` and `n_action_steps` are filled in where the environment's registered kwargs have them and
+    they are not given.
+
+    Raises:
+        FlowRLError: an argument that the environment does not have, in an environment that registers its arguments.
+    """
+    known = spec.kwargs
+    unknown = sorted(set(env_kwargs) - set(known)) if known else []
+    if unknown:
+        raise FlowRLError(
+            f"--env-kwargs: {spec.id} has no argument {', '.join(unknown)}; it has {', '.join(known)}"
+        )
+    implied = {"seconds": seconds, "chunk_size": policy.chunk_size, "n_action_steps": policy.n_action_steps}
+    return {**{name: value for name, value in implied.items() if name in known}, **env_kwargs}
+
+
+def check_spaces(vec_env: VectorEnv, policy: FlowSpec) -> None:
+    """Raises FlowRLError unless the environment executes the chunks that the policy predicts."""
+    shape = vec_env.single_action_space.shape
+    expected = (policy.chunk_size, policy.action_dim)
+    if shape == expected:
+        return
+    if shape is not None and len(shape) == 1:
+        raise FlowRLError(
+            f"the environment takes one target of shape {shape} a step; flowrl needs one that executes chunks of shape {expected}"
+        )
+    raise FlowRLError(
+        f"chunks do not match: the policy predicts {expected} (targets, joints), the environment takes {shape}; "
+        "set its chunk size with --env-kwargs or choose another policy"
+    )
+
+
+def close_vector_env(vec_env: VectorEnv, failed: bool = False) -> None:
+    """Ends all workers; after a failure by force, since workers out of step never answer."""
+    asynchronous = isinstance(vec_env.unwrapped, AsyncVectorEnv)
+    with environment_errors("closing the environments"):
+        vec_env.close(**({"terminate": True} if failed and asynchronous else {}))
+
+
+@contextmanager
+def environment_errors(what: str) -> Iterator[None]:
+    """Tells any failure of somebody's environment in one line that starts with `what`; the cause stays attached."""
+    try:
+        yield
+    except FlowRLError:
+        raise
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise FlowRLError(
+            f"{what}: an environment's process died ({type(error).__name__}), perhaps out of memory"
+        ) from error
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        raise FlowRLError(f"{what}: {type(error).__name__}: {text}") from error
+
+
+def info_of(infos: Mapping[str, Any], env: int) -> dict[str, Any]:
+    """The info of one environment out of a vector environment's, whose `_name` entries say who has `name`.
+
+    Numbers come back as Python's own; NaN, which is how an array of floats holds a None, as None.
+    """
+    info: dict[str, Any] = {}
+    for name, value in infos.items():
+        mask = infos.get(f"_{name}")
+        if mask is None or not mask[env]:
+            continue
+        if isinstance(value, Mapping):
+            info[name] = info_of(value, env)
+            continue
+        item = value[env]
+        item = item.item() if isinstance(item, np.generic) else item
+        info[name] = None if isinstance(item, float) and np.isnan(item) else item
+    return info
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes that are started meanwhile ignore SIGINT, so that Ctrl-C does not print every worker's stack."""
+    try:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not in the main thread: handlers cannot be changed there
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
