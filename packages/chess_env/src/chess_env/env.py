@@ -1,0 +1,378 @@
+"""The environment: a simulated SO-101 arm picks up one chess piece among others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from chess_env import so101
+from chess_env.chunk import check_actions
+from chess_env.config import CONTROL_HZ, RENDER_MODES, EnvConfig
+from chess_env.errors import ConfigError, EpisodeError, OptionError
+from chess_env.layout import check_seed, torch_seed
+from chess_env.rendering import HumanViewer, OffscreenRenderer, has_display
+from chess_env.reward import reward_terms
+from chess_env.simulation import Simulation
+from chess_env.state import POSITION_LIMIT_M, read_state, state_names
+from chess_env.task import episode_metrics
+
+INSTRUCTION = "Pick up the white chess piece."
+CAMERAS = ("top", "wrist")
+RENDER_SIZE = (480, 640)
+MEASURED_MARGIN = 5.0  # a servo gives way beyond its limit by a fraction of this [deg or gripper units]
+RESET_OPTIONS = ("index", "check_expert", "early_stop")
+IGNORED_OPTIONS = ("lerobot_new_rollout",)  # LeRobot sends it with every reset
+
+LOG_METRICS: dict[str, tuple] = {
+    "success": ("success", "mean"),
+    "clean_lift": ("clean_lift", "mean"),
+    "disturbed": ("disturbed", "mean"),
+    "toppled": ("toppled", "mean"),
+    "success_pawn": ("success", "mean", ("piece", "pawn")),
+    "success_knight": ("success", "mean", ("piece", "knight")),
+    "close_mm_median": ("close_lateral_mm", "median"),
+}
+
+
+def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Reset options with Python values.
+
+    Raises:
+        OptionError: An option is unknown or has a wrong value.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in (options or {}).items():
+        if name in IGNORED_OPTIONS:
+            continue
+        if name not in RESET_OPTIONS:
+            raise OptionError(f"unknown reset option {name!r}: allowed are {', '.join(RESET_OPTIONS)}")
+        if name == "index":
+            checked[name] = check_seed(value, "index")
+        elif isinstance(value, (bool, np.bool_)):
+            checked[name] = bool(value)
+        else:
+            raise OptionError(f"reset option {name}={value!r}: True or False is needed")
+    return checked
+
+
+class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
+    """Pick up the one white chess piece, a pawn or a knight, among 0 to 15 black ones.
+
+    ## Action
+    `Box(low, high, (chunk_size, 6), float32)`: a chunk of absolute joint targets in LeRobot's units, so that a policy
+    trained here runs on the real arm. Each target holds for one control frame of 1/30 s; the first `n_action_steps` of
+    the chunk are executed, up to the first frame that ends the episode.
+
+    | index | joint         | unit             | min     | max    |
+    |-------|---------------|------------------|---------|--------|
+    | 0     | shoulder_pan  | deg              | -110.00 | 110.00 |
+    | 1     | shoulder_lift | deg              | -100.00 | 100.00 |
+    | 2     | elbow_flex    | deg              | -96.83  | 96.83  |
+    | 3     | wrist_flex    | deg              | -95.00  | 95.00  |
+    | 4     | wrist_roll    | deg              | -157.21 | 157.21 |
+    | 5     | gripper       | 0 closed, 100 open | 0.00  | 100.00 |
+
+    A target outside is clipped to the limits and counted in `info["num_clipped_targets"]`; a wrong shape or a value that
+    is not finite is an `ActionError`, before anything moves.
+
+    ## Observation
+    | key                | shape     | dtype   | what                                                                     |
+    |--------------------|-----------|---------|--------------------------------------------------------------------------|
+    | pixels/top         | (H, W, 3) | uint8   | RGB of the camera that sees the whole board (`observation="pixels"`)     |
+    | pixels/wrist       | (H, W, 3) | uint8   | RGB of the camera on the gripper                                         |
+    | environment_state  | (n,)      | float32 | `observation="state"`, in place of the pixels; [m] and unit vectors, saturating at +-2; names in `metadata["environment_state_names"]` |
+    | agent_pos          | (6,)      | float32 | measured joint positions, units as in the action; bounds 5 units wider   |
+
+    ## Reward
+    The sum of `info["reward_terms"]`, weighted by `RewardConfig`: `success` 1, once (the default, "sparse"); "shaped" adds
+    potential-based `reach` and `lift` and the penalties `disturb` and `topple`, each paid once.
+
+    ## Start
+    A scene is a pure function of `(seed, index)`: `reset(seed=s, options={"index": i})`. `reset(seed=s)` starts at index 0 and
+    every bare `reset()` takes the next index. Further options: `early_stop` (bool, this episode only) and `check_expert`
+    (bool: draw again, deterministically and up to 20 times, until the scripted expert solves the scene; `info["expert_ok"]`).
+    `info` holds `seed`, `index`, `piece`, `square`, `num_distractors`, `task`, and `torch_seed`, a 63-bit seed for the
+    noise of a policy in this scene.
+
+    ## End
+    `terminated`: `success` (the target is held 40 mm up for 10 frames), `unstable` (NaN or a MuJoCo warning; never a
+    success), and with `early_stop` also `toppled` (the target fell over) and `disturbed` (a black piece moved more than
+    10 mm or fell). `truncated`: `timeout` after `seconds`. The last `info["episode_metrics"]` has `success`, `end`,
+    `clean_lift`, `disturbed`, `toppled`, `frames`, `closest_mm`, `close_lateral_mm` (None: the gripper never closed on the
+    target), `lift_mm`, `return`, `piece`, `num_clipped_targets`. Every step's info has `is_success`, `reward_terms`,
+    `num_executed_frames` and `num_clipped_targets`.
+
+    ## Arguments
+    - `chunk_size=50`, `n_action_steps=50`: targets in a chunk, and how many of them are executed.
+    - `seconds=20.0`: the timeout.
+    - `image_size=256`: one size or (height, width) [px].
+    - `distractors=(0, 15)`: lowest and highest number of black pieces.
+    - `early_stop=False`: end at once when the target topples or a black piece is disturbed.
+    - `observation="pixels"` or `"state"`.
+    - `reward="sparse"`, `"shaped"`, a dict of weights or a `RewardConfig`.
+    - `randomization="default"`, `"none"`, `"wide"`, a dict of ranges or a `Randomization`.
+    - `physics_timestep=1/240` [s]: has to divide a frame.
+    - `offsamples=0`: anti-aliasing samples (0, 2, 4, 8); 0 keeps images reproducible.
+    - `measure=True`: False skips `closest_mm`, `close_lateral_mm` and `lift_mm`.
+    - `robot=None`: path of an SO-101 MJCF in place of the built-in arm.
+    - `render_mode`: None, "rgb_array" (the top camera at 480x640) or "human" (MuJoCo's viewer).
+
+    A copy made by pickle or deepcopy is a new environment with the same arguments, which needs a reset.
+
+    ## Version history
+    - v0: first.
+
+    Raises:
+        ConfigError: An argument is unknown or outside what is allowed.
+    """
+
+    metadata: dict[str, Any] = {  # noqa: RUF012 - Gymnasium's name and type
+        "render_modes": list(RENDER_MODES),
+        "render_fps": CONTROL_HZ,
+        "reset_options": RESET_OPTIONS,
+        "log_metrics": LOG_METRICS,
+    }
+
+    def __init__(self, *, render_mode: str | None = None, **arguments: Any) -> None:
+        if render_mode is not None and render_mode not in RENDER_MODES:
+            raise ConfigError(
+                f"render_mode={render_mode!r}: allowed are None, {', '.join(map(repr, RENDER_MODES))}"
+            )
+        self._arguments = {**arguments, "render_mode": render_mode}
+        self.config = EnvConfig.from_arguments(**arguments)
+        self.render_mode = render_mode
+        self.num_distractors_max = self.config.distractors[1]
+        names = state_names(self.num_distractors_max)
+        modes = [mode for mode in RENDER_MODES if mode != "human" or has_display()]
+        self.metadata = {
+            **type(self).metadata,
+            "render_modes": modes,
+            "environment_state_names": names,
+        }
+        self._low, self._high = (limit.astype(np.float32) for limit in so101.unit_limits())
+        self.action_space = self._make_action_space()
+        self.observation_space = self._make_observation_space(len(names))
+        self._simulation = Simulation(self.config)
+        self._renderer: OffscreenRenderer | None = None
+        self._viewer: HumanViewer | None = None
+        self._seed: int | None = None
+        self._index = -1
+        self._return = 0.0
+        self._num_clipped = 0
+        self._running = False
+        self._closed = False
+
+    def _make_action_space(self) -> spaces.Box:
+        shape = (self.config.chunk_size, so101.NUM_JOINTS)
+        return spaces.Box(
+            np.tile(self._low, (shape[0], 1)), np.tile(self._high, (shape[0], 1)), shape, np.float32
+        )
+
+    def _make_observation_space(self, state_size: int) -> spaces.Dict:
+        agent_pos = spaces.Box(self._low - MEASURED_MARGIN, self._high + MEASURED_MARGIN, dtype=np.float32)
+        if self.config.observation == "state":
+            state = spaces.Box(-POSITION_LIMIT_M, POSITION_LIMIT_M, (state_size,), np.float32)
+            return spaces.Dict({"environment_state": state, "agent_pos": agent_pos})
+        image = {name: spaces.Box(0, 255, (*self.config.image_size, 3), np.uint8) for name in CAMERAS}
+        return spaces.Dict({"pixels": spaces.Dict(image), "agent_pos": agent_pos})
+
+    # LeRobot reads these names.
+    @property
+    def task(self) -> str:
+        """The instruction of the current scene."""
+        return INSTRUCTION
+
+    @property
+    def task_description(self) -> str:
+        """The instruction of the current scene."""
+        return INSTRUCTION
+
+    @property
+    def _max_episode_steps(self) -> int:
+        """Environment steps until the timeout."""
+        return -(-self.config.max_frames // self.config.n_action_steps)
+
+    @property
+    def simulation(self) -> Simulation:
+        """The scene in motion, for scripted agents and tests: privileged, and not part of Gymnasium's interface."""
+        return self._simulation
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin the episode of (seed, index); see "Start" in the class's manual.
+
+        Raises:
+            OptionError: An option is unknown, or a seed or index is not a whole number from 0 to 2**63 - 1.
+            RenderingError: No OpenGL for images.
+            SceneError: The scene does not settle in any of 20 draws.
+        """
+        if self._closed:
+            raise EpisodeError("the environment is closed: make a new one")
+        checked = check_options(options)
+        if seed is not None:
+            self._seed, self._index = check_seed(seed), -1
+        elif self._seed is None:
+            self._seed = int(np.random.SeedSequence().generate_state(1)[0])
+        super().reset(seed=self._seed if seed is not None or self._index < 0 else None)
+        self._index = checked.get("index", self._index + 1)
+        self._running = False  # until everything below has worked
+        simulation = self._simulation
+        simulation.begin(
+            self._seed,
+            self._index,
+            early_stop=checked.get("early_stop", self.config.early_stop),
+            check_expert=checked.get("check_expert", False),
+        )
+        self._return, self._num_clipped = 0.0, 0
+        layout = simulation.layout
+        info: dict[str, Any] = {
+            "seed": self._seed,
+            "index": self._index,
+            "piece": layout.target.kind,
+            "square": layout.target.square,
+            "num_distractors": len(layout.distractors),
+            "task": INSTRUCTION,
+            "torch_seed": torch_seed(self._seed, self._index),
+        }
+        if simulation.expert_ok is not None:
+            info["expert_ok"] = simulation.expert_ok
+        observation = self._observe()
+        self._show()
+        self._running = True
+        return observation, info
+
+    def step(self, action: NDArray[np.float32]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Execute a chunk of joint targets, shape (chunk_size, 6), up to the frame that ends the episode.
+
+        Raises:
+            ActionError: Another shape, or a value that is not finite.
+            EpisodeError: Before reset(), or after the end of the episode.
+        """
+        if not self._running:
+            raise EpisodeError("no episode is running: call reset() before step()")
+        targets_given = check_actions(action, self.action_space.shape).reshape(-1, so101.NUM_JOINTS)
+        chunk = targets_given[: self.config.n_action_steps]
+        allowed = np.clip(chunk, self._low, self._high)
+        targets = np.clip(so101.from_units(allowed), so101.JOINT_LOW, so101.JOINT_HIGH)
+        episode = self._simulation.episode
+        before = episode.reward_state()
+        executed = 0
+        for target in targets:
+            executed += 1
+            end = self._simulation.run_frame(target)
+            self._show()
+            if end is not None:
+                break
+        terms = reward_terms(before, episode.reward_state(), self.config.reward)
+        reward = float(sum(terms.values()))
+        num_clipped = int(np.count_nonzero(chunk[:executed] != allowed[:executed]))
+        self._return += reward
+        self._num_clipped += num_clipped
+        info: dict[str, Any] = {
+            "is_success": episode.success,
+            "reward_terms": terms,
+            "num_executed_frames": executed,
+            "num_clipped_targets": num_clipped,
+        }
+        truncated = episode.end == "timeout"
+        terminated = episode.end is not None and not truncated
+        if episode.end == "unstable":
+            self._simulation.restore_finite_state()
+        if episode.end is not None:
+            self._running = False
+            info["episode_metrics"] = episode_metrics(
+                episode,
+                self._simulation.measures,
+                self._return,
+                self._simulation.layout.target.kind,
+                self._num_clipped,
+            )
+        return self._observe(), reward, terminated, truncated, info
+
+    def _observe(self) -> dict[str, Any]:
+        """The observation of this moment; images are rendered here, once."""
+        simulation = self._simulation
+        measured = so101.to_units(simulation.data.qpos[: so101.NUM_JOINTS]).astype(np.float32)
+        agent_pos = np.clip(measured, self._low - MEASURED_MARGIN, self._high + MEASURED_MARGIN)
+        if self.config.observation == "state":
+            state = read_state(
+                simulation.scene,
+                simulation.data,
+                simulation.target_slot,
+                simulation.distractor_slots,
+                self.num_distractors_max,
+            )
+            return {"environment_state": state, "agent_pos": agent_pos}
+        pixels = {name: self._render_camera(name, self.config.image_size) for name in CAMERAS}
+        return {"pixels": pixels, "agent_pos": agent_pos}
+
+    def _render_camera(self, camera: str, size: tuple[int, int]) -> NDArray[np.uint8]:
+        if self._renderer is None:
+            largest = tuple(max(a, b) for a, b in zip(self.config.image_size, RENDER_SIZE))
+            if self.render_mode != "rgb_array":
+                largest = self.config.image_size
+            self._renderer = OffscreenRenderer(self._simulation.scene.model, (largest[0], largest[1]))
+        return self._renderer.render(self._simulation.data, camera, size)
+
+    def _show(self) -> None:
+        """Bring the viewer up to date when there is one."""
+        if self.render_mode != "human":
+            return
+        if self._viewer is None:
+            self._viewer = HumanViewer(self._simulation.scene.model, self._simulation.data)
+        self._viewer.show()
+
+    def render(self) -> NDArray[np.uint8] | None:
+        """The top camera's image, uint8 (480, 640, 3), with render_mode "rgb_array"; else None.
+
+        Raises:
+            EpisodeError: Before the first reset(), or after close().
+            RenderingError: No OpenGL, or no display for "human".
+        """
+        if self._closed or self._index < 0:
+            raise EpisodeError("nothing to render: call reset() first")
+        if self.render_mode == "rgb_array":
+            return self._render_camera(CAMERAS[0], RENDER_SIZE)
+        self._show()
+        return None
+
+    def close(self) -> None:
+        """Free the OpenGL context and the viewer; may be called more than once."""
+        self._closed, self._running = True, False
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        if self._viewer is not None:
+            self._viewer.close()
+            self._viewer = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self._arguments)
+
+
+class ChessPickStepEnv(ChessPickEnv):
+    """`ChessPickStep-v0`: `ChessPickEnv` with one joint target per step, an action of shape (6,).
+
+    For LeRobot's tools and for libraries without action chunks. Everything else is as in `ChessPickEnv`, without the
+    arguments `chunk_size` and `n_action_steps`.
+    """
+
+    def __init__(self, *, render_mode: str | None = None, **arguments: Any) -> None:
+        given = sorted({"chunk_size", "n_action_steps"} & set(arguments))
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: a step is one target here; use ChessPick-v0 for chunks of targets"
+            )
+        super().__init__(render_mode=render_mode, chunk_size=1, n_action_steps=1, **arguments)
+        self._arguments = {**arguments, "render_mode": render_mode}
+
+    def _make_action_space(self) -> spaces.Box:
+        return spaces.Box(self._low, self._high, (so101.NUM_JOINTS,), np.float32)
+
+
+def _rebuild(env_class: type[ChessPickEnv], arguments: dict[str, Any]) -> ChessPickEnv:
+    return env_class(**arguments)

@@ -1,0 +1,220 @@
+"""Offscreen images: an OpenGL context of its own for each environment, opened at the first image.
+
+Nothing here touches OpenGL at import or construction, so a process that only makes environments for workers never
+opens a context. MuJoCo's backend follows `MUJOCO_GL` (egl, osmesa, glfw); unset, it is egl on Linux, which needs no
+display and works with software rendering too.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+
+from chess_env.config import CONTROL_HZ
+from chess_env.errors import RenderingError
+
+BACKENDS = ("egl", "osmesa", "glfw")
+MAX_GEOMS = 2000
+
+_open: "weakref.WeakSet[OffscreenRenderer]" = weakref.WeakSet()
+_registered = False
+
+
+def choose_backend(environ: Mapping[str, str], platform: str) -> str:
+    """The OpenGL backend: `MUJOCO_GL`, or egl on Linux and the platform's own elsewhere.
+
+    Raises:
+        RenderingError: `MUJOCO_GL` names something else.
+    """
+    value = environ.get("MUJOCO_GL", "").strip().lower()
+    if value == "":
+        return "egl" if platform == "linux" else "native"
+    if value in BACKENDS:
+        return value
+    if platform != "linux" or value in ("enable", "enabled", "on", "true", "1", "glx"):
+        return "native"
+    raise RenderingError(
+        f"MUJOCO_GL={environ['MUJOCO_GL']!r}: allowed are {', '.join(BACKENDS)}; egl needs no display, osmesa no driver"
+    )
+
+
+def choose_egl_device(environ: Mapping[str, str]) -> str | None:
+    """Device id for `MUJOCO_EGL_DEVICE_ID` in a process of a multi-GPU job, None to leave MuJoCo's choice.
+
+    Each rank (`LOCAL_RANK`) renders on a device of its own, counted among the visible ones; an id that is already set
+    stays.
+    """
+    rank = environ.get("LOCAL_RANK", "")
+    if "MUJOCO_EGL_DEVICE_ID" in environ or not rank.isdigit():
+        return None
+    visible = [part for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    return str(int(rank) % len(visible)) if visible else rank
+
+
+def _context_class(backend: str) -> Any:
+    """MuJoCo's context class of a backend, imported when it is needed."""
+    if backend == "egl":
+        device = choose_egl_device(os.environ)
+        if device is not None:
+            os.environ["MUJOCO_EGL_DEVICE_ID"] = device
+        from mujoco.egl import GLContext
+    elif backend == "osmesa":
+        from mujoco.osmesa import GLContext
+    elif backend == "glfw":
+        from mujoco.glfw import GLContext
+    else:
+        from mujoco.gl_context import GLContext
+    return GLContext
+
+
+class OffscreenRenderer:
+    """Renders one model's cameras into uint8 RGB arrays.
+
+    Args:
+        model: The compiled model; its offscreen buffer is enlarged to `max_size` when it is smaller.
+        max_size: Largest image, (height, width) [px].
+
+    Raises:
+        RenderingError: OpenGL cannot be opened; the message says what to set.
+    """
+
+    def __init__(self, model: mujoco.MjModel, max_size: tuple[int, int]) -> None:
+        self._context: mujoco.MjrContext | None = None
+        self._gl: Any = None
+        self._model = model
+        self._thread = threading.get_ident()
+        self._pid = os.getpid()
+        buffer = model.vis.global_
+        buffer.offheight = max(buffer.offheight, max_size[0])
+        buffer.offwidth = max(buffer.offwidth, max_size[1])
+        self._max_size = (int(buffer.offheight), int(buffer.offwidth))
+        backend = choose_backend(os.environ, sys.platform)
+        try:
+            self._gl = _context_class(backend)(self._max_size[1], self._max_size[0])
+            self._gl.make_current()
+            self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
+        except Exception as error:  # any library in the way of OpenGL raises its own kind
+            self.close()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RenderingError(
+                f"no OpenGL context for images (MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}, backend {backend}): {reason}. "
+                "Set MUJOCO_GL=egl (GPU or Mesa), MUJOCO_GL=osmesa (software only), or use observation='state'"
+            ) from error
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
+        self._scene = mujoco.MjvScene(model, MAX_GEOMS)
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._option = mujoco.MjvOption()
+        self._camera = mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        _open.add(self)
+        _close_at_exit()
+
+    def render(self, data: mujoco.MjData, camera: str, size: tuple[int, int]) -> NDArray[np.uint8]:
+        """A camera's image, uint8, shape (height, width, 3), top row first.
+
+        Raises:
+            RenderingError: Closed, called from another thread, an unknown camera or a size that does not fit.
+        """
+        if self._context is None:
+            raise RenderingError("the renderer is closed: make a new environment")
+        if threading.get_ident() != self._thread or os.getpid() != self._pid:
+            raise RenderingError("an environment renders in the thread and process of its first image only")
+        if size[0] > self._max_size[0] or size[1] > self._max_size[1]:
+            raise RenderingError(
+                f"an image of {size} does not fit the offscreen buffer of {self._max_size} pixels"
+            )
+        self._camera.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
+        if self._camera.fixedcamid < 0:
+            raise RenderingError(f"camera {camera!r} does not exist in the model")
+        self._gl.make_current()
+        viewport = mujoco.MjrRect(0, 0, size[1], size[0])
+        mujoco.mjv_updateScene(
+            self._model,
+            data,
+            self._option,
+            None,
+            self._camera,
+            mujoco.mjtCatBit.mjCAT_ALL.value,
+            self._scene,
+        )
+        mujoco.mjr_render(viewport, self._scene, self._context)
+        pixels = np.empty((*size, 3), np.uint8)
+        mujoco.mjr_readPixels(pixels, None, viewport, self._context)
+        return np.ascontiguousarray(pixels[::-1])  # OpenGL's first row is the bottom
+
+    def close(self) -> None:
+        """Free the context; may be called more than once. A forked copy frees nothing, it owns nothing."""
+        if self._pid != os.getpid():
+            self._context, self._gl = None, None
+            return
+        context, self._context = self._context, None
+        gl, self._gl = self._gl, None
+        if context is not None:
+            gl.make_current()
+            context.free()
+        if gl is not None:
+            gl.free()
+        _open.discard(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a renderer holds an OpenGL context and cannot be pickled: pickle the environment instead"
+        )
+
+
+def _close_all() -> None:
+    """Free what is still open at exit, before MuJoCo ends the display."""
+    for renderer in list(_open):
+        renderer.close()
+
+
+def _close_at_exit() -> None:
+    """Register `_close_all` once, after a context was made: exit handlers run last to first, and MuJoCo registers the
+    end of the display when it makes its first context."""
+    global _registered
+    if not _registered:
+        atexit.register(_close_all)
+        _registered = True
+
+
+def has_display() -> bool:
+    """Whether a window can be shown here."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+class HumanViewer:
+    """MuJoCo's interactive viewer, paced to real time.
+
+    Raises:
+        RenderingError: There is no display.
+    """
+
+    def __init__(self, model: mujoco.MjModel, data: mujoco.MjData) -> None:
+        if not has_display():
+            raise RenderingError(
+                "render_mode='human' needs a display (DISPLAY is not set): use render_mode='rgb_array'"
+            )
+        import mujoco.viewer
+
+        self._handle = mujoco.viewer.launch_passive(model, data)
+        self._next_s = time.monotonic()
+
+    def show(self) -> None:
+        """Show the current state for one control frame."""
+        if self._handle.is_running():
+            self._handle.sync()
+            self._next_s = max(self._next_s + 1.0 / CONTROL_HZ, time.monotonic())
+            time.sleep(max(self._next_s - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Close the window."""
+        self._handle.close()
