@@ -3,17 +3,15 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import tyro
 
 from chess_apps.config import CloneConfig, DemosConfig, ExpertConfig, PictureConfig
 from flowrl.errors import FlowRLError
 
-Config = TypeVar("Config")
 
-
-def _run(config_type: type[Config], program: Callable[[Config], None], prog: str) -> None:
+def _run[Config](config_type: type[Config], program: Callable[[Config], None], prog: str) -> None:
     """Parse the flags and run ``program``; bad input ends in one line and exit code 2."""
     config = tyro.cli(config_type, prog=prog)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

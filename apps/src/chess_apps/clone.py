@@ -1,5 +1,7 @@
 """Cloning: demonstrations -> a SmolVLA folder, by flow matching (``chess-bc``)."""
 
+import contextlib
+import io
 import json
 import math
 import time
@@ -140,20 +142,12 @@ def expert_modules(policy: SmolVLAPolicy) -> list[nn.Module]:
 
 
 def reset_expert(policy: SmolVLAPolicy, seed: int) -> None:
-    """Draw the action expert and its projections anew from their own initial distributions."""
-    torch.manual_seed(seed)
-    expert = policy.model.vlm_with_expert.lm_expert
-    for module in expert_modules(policy):
-        for part in module.modules():
-            if isinstance(part, nn.Linear):
-                if module is expert:
-                    nn.init.normal_(part.weight, std=expert.config.initializer_range)
-                    if part.bias is not None:
-                        nn.init.zeros_(part.bias)
-                else:
-                    part.reset_parameters()
-            elif hasattr(part, "weight") and isinstance(part.weight, nn.Parameter) and part.weight.ndim == 1:
-                nn.init.ones_(part.weight)
+    """Draw the action expert and its projections anew, as LeRobot initializes them."""
+    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = SmolVLAPolicy(policy.config)
+    for module, initial in zip(expert_modules(policy), expert_modules(fresh)):
+        module.load_state_dict(initial.state_dict())
 
 
 def learning_rate(step: int, config: CloneConfig) -> float:
@@ -199,11 +193,15 @@ def clone(policy: SmolVLAPolicy, batches: Batches, config: CloneConfig) -> list[
                 bar.set_postfix(loss=f"{curve[-1][1]:.4f}")
     policy.eval()
     seconds = time.monotonic() - started
-    print(f"cloned {config.steps} steps in {seconds:.1f} s, {config.steps / seconds:.1f}/s, loss {curve[-1][1]:.4f}")
+    print(
+        f"cloned {config.steps} steps in {seconds:.1f} s, {config.steps / seconds:.1f}/s, loss {curve[-1][1]:.4f}"
+    )
     return curve
 
 
-def write_record(out: Path, config: CloneConfig, demos: Demonstrations, curve: list[tuple[int, float]]) -> None:
+def write_record(
+    out: Path, config: CloneConfig, demos: Demonstrations, curve: list[tuple[int, float]]
+) -> None:
     """``clone.json`` beside the weights: the flags, the data and the loss curve."""
     record = {
         "config": asdict(config),

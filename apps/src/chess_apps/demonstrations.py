@@ -78,7 +78,9 @@ class Demonstrations:
             task_index.append(np.full(len(episode.state), number, np.int64))
             count += 1
         if not count:
-            raise FlowRLError("no demonstration was recorded: the expert solved none of the scenes; record more episodes")
+            raise FlowRLError(
+                "no demonstration was recorded: the expert solved none of the scenes; record more episodes"
+            )
         return cls(
             cameras=cameras,
             images=np.concatenate(images),
@@ -93,12 +95,16 @@ class Demonstrations:
     def from_lerobot(cls, root: Path, *, chunk_size: int, stride: int) -> "Demonstrations":
         """Every ``stride``-th frame of a LeRobotDataset v3 folder, images decoded once."""
         if not (root / "meta" / "info.json").is_file():
-            raise FlowRLError(f"{root} is not a LeRobotDataset: meta/info.json is missing; make one with chess-demos")
+            raise FlowRLError(
+                f"{root} is not a LeRobotDataset: meta/info.json is missing; make one with chess-demos"
+            )
         from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
         dataset = LeRobotDataset(repo_id=root.name, root=root)
         cameras = tuple(key.removeprefix("observation.images.") for key in dataset.meta.camera_keys)
-        columns = dataset.hf_dataset.with_format("numpy", columns=["action", "episode_index", "frame_index"])[:]
+        columns = dataset.hf_dataset.with_format("numpy", columns=["action", "episode_index", "frame_index"])[
+            :
+        ]
         episode_of = np.asarray(columns["episode_index"])
         actions = np.stack(columns["action"]).astype(np.float32)
         return cls.from_episodes(
@@ -112,7 +118,11 @@ class Demonstrations:
 
 
 def _read_episode(
-    dataset, rows: npt.NDArray[np.int64], actions: npt.NDArray[np.float32], cameras: tuple[str, ...], stride: int
+    dataset,
+    rows: npt.NDArray[np.int64],
+    actions: npt.NDArray[np.float32],
+    cameras: tuple[str, ...],
+    stride: int,
 ) -> EpisodeRecord:
     frames = np.arange(0, len(rows), stride, dtype=np.int32)
     items = [dataset[int(rows[frame])] for frame in frames]

@@ -132,13 +132,18 @@ def _write(root: Path, episodes: list[EpisodeRecord], config: DemosConfig) -> No
 
 def _merge(folders: list[Path], out: Path) -> None:
     if not folders:
-        raise FlowRLError("the expert solved none of the scenes, so there is nothing to write; record more episodes")
+        raise FlowRLError(
+            "the expert solved none of the scenes, so there is nothing to write; record more episodes"
+        )
     from lerobot.datasets.aggregate import aggregate_datasets
 
     unfinished = out.with_name(out.name + ".unfinished")
     if unfinished.exists():
         shutil.rmtree(unfinished)
     aggregate_datasets(
-        repo_ids=[folder.name for folder in folders], aggr_repo_id=out.name, roots=folders, aggr_root=unfinished
+        repo_ids=[folder.name for folder in folders],
+        aggr_repo_id=out.name,
+        roots=folders,
+        aggr_root=unfinished,
     )
     unfinished.rename(out)

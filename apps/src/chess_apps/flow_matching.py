@@ -50,7 +50,14 @@ class FlowMatchingLoss(nn.Module):
         return tokens.reshape(batch, cameras * tokens.shape[1], tokens.shape[2])
 
     def forward(
-        self, images: Tensor, text: Tensor, text_mask: Tensor, state: Tensor, actions: Tensor, noise: Tensor, time: Tensor
+        self,
+        images: Tensor,
+        text: Tensor,
+        text_mask: Tensor,
+        state: Tensor,
+        actions: Tensor,
+        noise: Tensor,
+        time: Tensor,
     ) -> Tensor:
         """Mean squared velocity error over the scored action dimensions.
 

@@ -1,0 +1,145 @@
+"""chess-bc from flags to a policy folder; the training loop itself is in ``clone.py``."""
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from chess_apps.clone import Batches, clone, reset_expert, write_record
+from chess_apps.config import CloneConfig
+from chess_apps.demonstrations import Demonstrations
+from chess_env.env import CAMERAS
+from flowrl.errors import FlowRLError
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.policy.tiny import build_smolvla, save_policy_folder
+
+TASK_TOKENS = 32
+"""Bytes of the longest instruction; a longer one is refused, not cut."""
+MOMENTS = ("mean", "std")
+
+
+def run(config: CloneConfig) -> None:
+    """Record or read demonstrations, clone them, write the policy folder ``config.out``."""
+    check(config)
+    out = Path(config.out)
+    demos = load_demonstrations(config)
+    print(
+        f"{demos.num_episodes} episodes, {len(demos)} observations, {demos.images.nbytes / 2**30:.2f} GiB of images"
+    )
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    )
+    torch.manual_seed(config.seed)
+    if config.policy == "new":
+        size, statistics = demos.images.shape[2], demos.statistics()
+        policy = build_smolvla(
+            out / "vlm",
+            size=config.size,
+            cameras=demos.cameras,
+            image_size=size,
+            task_tokens=TASK_TOKENS,
+            seed=config.seed,
+        )
+        tensors = {
+            name: {key: torch.from_numpy(values[key]) for key in MOMENTS}
+            for name, values in statistics.items()
+        }
+        save_policy_folder(out, policy, statistics)
+        wrapped = SmolVLAFlowPolicy.load(out, device=device)
+    else:
+        wrapped = SmolVLAFlowPolicy.load(config.policy, device=device)
+        tensors = stored_statistics(wrapped)
+        check_fits(wrapped, demos)
+    policy = wrapped.module
+    parameters = sum(p.numel() for p in policy.parameters())
+    print(f"{parameters / 1e6:.2f} M parameters on {device}")
+    if config.reset_expert:
+        reset_expert(policy, config.seed)
+    text, text_mask = tokenize(wrapped, demos)
+    batches = Batches(
+        demos,
+        tensors,
+        text,
+        text_mask,
+        batch=config.batch,
+        max_action_dim=wrapped.spec.padded_action_dim,
+        device=device,
+        seed=config.seed + 1,
+    )
+    curve = clone(policy, batches, config)
+    unfinished = out.with_name(out.name + ".unfinished")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
+    wrapped.save(unfinished, final_folder=out)
+    write_record(unfinished, config, demos, curve)
+    if out.exists():  # the initial weights of a new policy
+        shutil.rmtree(out)
+    unfinished.rename(out)
+    print(f"wrote {out}")
+
+
+def check(config: CloneConfig) -> None:
+    """Refuse, in one line, what cannot work, before anything is recorded."""
+    for name in ("steps", "batch", "stride"):
+        if getattr(config, name) < 1:
+            raise FlowRLError(f"--{name} {getattr(config, name)}: at least 1 is needed")
+    if Path(config.out).exists():
+        raise FlowRLError(f"--out {config.out} exists already; choose another folder or remove it")
+    if config.policy == "new" and config.train == "expert":
+        raise FlowRLError(
+            "--train expert needs a --policy whose VLM is trained; a new one has random weights"
+        )
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise FlowRLError("--device cuda: torch sees no CUDA device; use --device cpu")
+
+
+def load_demonstrations(config: CloneConfig) -> Demonstrations:
+    """The LeRobotDataset of --demos, or freshly recorded episodes."""
+    chunk_size = 50
+    if config.demos is not None:
+        return Demonstrations.from_lerobot(Path(config.demos), chunk_size=chunk_size, stride=config.stride)
+    from chess_apps.recording import record_episodes
+
+    return Demonstrations.from_episodes(
+        record_episodes(config.record, stride=config.stride), cameras=CAMERAS, chunk_size=chunk_size
+    )
+
+
+def check_fits(policy: SmolVLAFlowPolicy, demos: Demonstrations) -> None:
+    """Raises FlowRLError when the demonstrations have other cameras or image sizes than the policy."""
+    features = policy.module.config.image_features
+    names = tuple(name.removeprefix("observation.images.") for name in features)
+    if names != demos.cameras:
+        raise FlowRLError(f"the policy sees the cameras {names}, the demonstrations have {demos.cameras}")
+    size = policy.module.config.resize_imgs_with_padding
+    if size is not None and tuple(demos.images.shape[2:4]) != (size[1], size[0]):
+        raise FlowRLError(
+            f"the policy works on {size[0]}x{size[1]} images, the demonstrations have "
+            f"{demos.images.shape[3]}x{demos.images.shape[2]}; record with that --record.image-size"
+        )
+
+
+def stored_statistics(policy: SmolVLAFlowPolicy) -> dict[str, dict[str, Tensor]]:
+    """Mean and standard deviation of state and action as the policy's own normalizer holds them."""
+    held = policy.statistics
+    return {
+        name: {key: held[name][key].float() for key in MOMENTS} for name in ("observation.state", "action")
+    }
+
+
+def tokenize(policy: SmolVLAFlowPolicy, demos: Demonstrations) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, one row per task of the demonstrations, through the policy's own preprocessor."""
+    count = len(demos.tasks)
+    observation = {
+        "pixels": {camera: demos.images[[0] * count, number] for number, camera in enumerate(demos.cameras)},
+        "agent_pos": demos.state[[0] * count],
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        batch = policy.prepare(observation, list(demos.tasks))
+    return batch["observation.language.tokens"].cpu(), batch[
+        "observation.language.attention_mask"
+    ].bool().cpu()
