@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import FlowRLError
 from flowrl.policy.critic import Critic
-from flowrl.policy.folder import CONFIG, POSTPROCESSOR, PREPROCESSOR, VLM, WEIGHTS, replace_paths
+from flowrl.policy.folder import CONFIG, PREPROCESSOR, VLM, replace_paths
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import ExpertDtype, SmolVLAFlowPolicy
@@ -137,8 +137,8 @@ def save_checkpoint(
         FlowRLError: If the target is a file or no checkpoint, or cannot be written; whatever was there stays.
     """
     folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not _is_complete(folder)):
-        raise FlowRLError(f"{folder} exists and is no checkpoint; choose another place or remove it")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not _is_checkpoint(folder)):
+        raise FlowRLError(f"{folder} exists and is no flowrl checkpoint; choose another place or remove it")
     stored, optimizer_records = _collect_tensors(noise, critic, optimizers or {}, tensors or {})
     record = {
         "format": _FORMAT,
@@ -313,8 +313,8 @@ def _aside(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.old"
 
 
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in (CONFIG, WEIGHTS, PREPROCESSOR, POSTPROCESSOR))
+def _is_checkpoint(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (RECORD, STATE))
 
 
 def _clean_up(folder: Path) -> None:
