@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from lerobot.processor.normalize_processor import NormalizerProcessorStep
 from torch import Tensor
 
 from chess_apps.clone import Batches, clone, reset_expert, write_record
@@ -125,9 +126,10 @@ def check_fits(policy: SmolVLAFlowPolicy, demos: Demonstrations) -> None:
 
 def stored_statistics(policy: SmolVLAFlowPolicy) -> dict[str, dict[str, Tensor]]:
     """Mean and standard deviation of state and action as the policy's own normalizer holds them."""
-    held = policy.statistics
+    held = next(step.stats for step in policy.preprocessor.steps if isinstance(step, NormalizerProcessorStep))
     return {
-        name: {key: held[name][key].float() for key in MOMENTS} for name in ("observation.state", "action")
+        name: {key: torch.as_tensor(held[name][key], dtype=torch.float32) for key in MOMENTS}
+        for name in ("observation.state", "action")
     }
 
 

@@ -134,6 +134,8 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         "render_fps": CONTROL_HZ,
         "reset_options": RESET_OPTIONS,
         "log_metrics": LOG_METRICS,
+        "joint_names": so101.JOINT_NAMES,
+        "joint_units": ("deg", "deg", "deg", "deg", "deg", "0..100"),
     }
 
     def __init__(self, *, render_mode: str | None = None, **arguments: Any) -> None:
@@ -196,6 +198,11 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         return -(-self.config.max_frames // self.config.n_action_steps)
 
     @property
+    def num_frames(self) -> int:
+        """Control frames run in the present episode."""
+        return self._simulation.episode.frames if self._index >= 0 else 0
+
+    @property
     def simulation(self) -> Simulation:
         """The scene in motion, for scripted agents and tests: privileged, and not part of Gymnasium's interface."""
         return self._simulation
@@ -240,7 +247,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         }
         if simulation.expert_ok is not None:
             info["expert_ok"] = simulation.expert_ok
-        observation = self._observe()
+        observation = self.observe()
         self._show()
         self._running = True
         return observation, info
@@ -291,10 +298,10 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
                 self._simulation.layout.target.kind,
                 self._num_clipped,
             )
-        return self._observe(), reward, terminated, truncated, info
+        return self.observe(), reward, terminated, truncated, info
 
-    def _observe(self) -> dict[str, Any]:
-        """The observation of this moment; images are rendered here, once."""
+    def observe(self) -> dict[str, Any]:
+        """The observation of this moment; images are rendered here, once. For scripted agents that drive `simulation`."""
         simulation = self._simulation
         measured = so101.to_units(simulation.data.qpos[: so101.NUM_JOINTS]).astype(np.float32)
         agent_pos = np.clip(measured, self._low - MEASURED_MARGIN, self._high + MEASURED_MARGIN)

@@ -97,6 +97,21 @@ class Simulation:
         self._place(fallback, early_stop)
         self.expert_ok = False
 
+    def restart(self, arm_qpos: NDArray[np.float64], early_stop: bool = False) -> None:
+        """Stand the present layout up again with the arm somewhere else, and begin its episode anew.
+
+        Args:
+            arm_qpos: Joint angles [rad], shape (6,), inside the limits.
+            early_stop: End the episode when the target topples or a distractor is disturbed.
+
+        Raises:
+            SceneError: The arm starts inside a piece, so that the scene does not settle.
+        """
+        if not self._place(self.layout, early_stop, arm_qpos):
+            raise SceneError(
+                f"the scene does not settle with the arm at {np.round(arm_qpos, 3).tolist()} rad: start it elsewhere"
+            )
+
     def run_frame(self, target: NDArray[np.float64]) -> End | None:
         """Hold one joint target [rad], shape (6,), for one control frame; says how the episode ended, if it did."""
         if self.measures is not None:
@@ -118,12 +133,12 @@ class Simulation:
             mujoco.mj_resetData(self.scene.model, self.data)
         mujoco.mj_forward(self.scene.model, self.data)
 
-    def _place(self, layout: Layout, early_stop: bool) -> bool:
+    def _place(self, layout: Layout, early_stop: bool, arm_qpos: NDArray[np.float64] | None = None) -> bool:
         """Stand up a layout and begin an episode; False when it did not settle."""
         scene, data, config = self.scene, self.data, self.config
         scene.apply_looks(_looks(layout.variation, config.randomization))
         placements = _placements(scene, layout, config.randomization)
-        arm = _arm_start(layout.variation, config.randomization)
+        arm = _arm_start(layout.variation, config.randomization) if arm_qpos is None else arm_qpos
         scene.place(data, placements, arm, settle_steps=round(SETTLE_S / config.physics_timestep))
         self.layout = layout
         self.target_slot, *others = [placement.piece_slot for placement in placements]
