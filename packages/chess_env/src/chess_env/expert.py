@@ -7,7 +7,7 @@ gives a policy that has seen more than one path. ``ExpertConfig`` can also make 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mujoco
 import numpy as np
@@ -16,7 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 from chess_env import board, so101
 from chess_env.errors import ConfigError
 from chess_env.grasp import (
-    HOVER_DISTANCE, Grasp, GraspPlanner, approach_direction, seed_qpos, tilt_at,
+    HOVER_DISTANCE,
+    Grasp,
+    GraspPlanner,
+    seed_qpos,
+    tilt_at,
 )  # fmt: skip
 from chess_env.kinematics import NUM_ARM_JOINTS, GraspPose, jaw_direction
 from chess_env.pieces import PIECE_KINDS
@@ -29,8 +33,8 @@ JOINT_SPEED = 1.5  # [rad/s]
 HOVER_FRAME = 50
 """From a distant start the descent begins about here, so that an observation at frame 50 shows the hover."""
 _HOVER_AT_LEAST = 36  # frames of the way to the hover
-_DESCENT_FRAMES, _DWELL_FRAMES, _CLOSE_FRAMES, _SQUEEZE_FRAMES = 18, 2, 5, 5
-_LIFT_FRAMES, _HOLD_FRAMES = 12, 20
+_DESCENT_FRAMES, _DWELL_FRAMES, _CLOSE_FRAMES, _SQUEEZE_FRAMES = 16, 2, 5, 4
+_LIFT_FRAMES, _HOLD_FRAMES = 11, 20
 _LATERAL_NOISE, _LATERAL_LIMIT = 0.006, 0.015  # of the hover [m]
 _STANDING_COSINE = 0.97
 _ON_BOARD = 0.004  # a standing piece is within this of the board's height [m]
@@ -90,7 +94,8 @@ class Expert:
         grasp = self.planner.plan(data, target, yaw_shift=variety * rng.uniform(-0.1, 0.1))
         if grasp is None:
             return None
-        return self._pick(start, self._with_aim_error(grasp, rng), data, target, rng)
+        aim_error = rng.normal(size=2) * self.config.aim_error_mm * 1e-3
+        return self._pick(start, _shifted(grasp, aim_error), target, rng)
 
     def sample_near_start(
         self, data: mujoco.MjData, target: int, rng: np.random.Generator
@@ -128,17 +133,10 @@ class Expert:
         on_board = abs(data.xpos[body][2] - board.BOARD_TOP_Z) < _ON_BOARD
         return bool(upright and on_board and 0.12 < board.reach_of(data.xpos[body]) < 0.42)
 
-    def _with_aim_error(self, grasp: Grasp, rng: np.random.Generator) -> Grasp:
-        error = rng.normal(size=2) * self.config.aim_error_mm * 1e-3
-        point = grasp.pose.point_w + np.array([*error, 0.0])
-        pose = GraspPose(point, grasp.pose.tilt, grasp.pose.jaw_w)
-        return Grasp(pose, grasp.local, grasp.gripper, grasp.qpos, grasp.clearance)
-
     def _pick(
         self,
         start: NDArray[np.float64],
         grasp: Grasp,
-        data: mujoco.MjData,
         target: int,
         rng: np.random.Generator,
     ) -> NDArray[np.float64] | None:
@@ -154,12 +152,14 @@ class Expert:
         if aligned is not None:  # already above the piece, open: straight down from here
             hover, lateral = aligned
             gripper, qpos_hover = start[5], start[:NUM_ARM_JOINTS].copy()
-            grasp = Grasp(GraspPose(grasp.pose.point_w, grasp.pose.tilt, present.jaw_w), grasp.local, gripper,
-                          grasp.qpos, grasp.clearance)  # fmt: skip
+            grasp = replace(grasp, pose=replace(grasp.pose, jaw_w=present.jaw_w))
         else:
             shifted = self._at(grasp, hover, lateral, grasp.qpos)
-            if shifted is None:
-                return None
+            if shifted is None:  # the noise has left the reach; the planner has seen the plain hover
+                hover, lateral = HOVER_DISTANCE, np.zeros(2)
+                shifted = self._at(grasp, hover, lateral, grasp.qpos)
+                if shifted is None:
+                    return None
             qpos_hover = shifted
             above_board = tips[2] - board.BOARD_TOP_Z
             if above_board < _SAFE_HEIGHT:
@@ -169,7 +169,7 @@ class Expert:
             path.ease(np.append(qpos_hover, gripper), least)
             pause = int(rng.integers(2, 8))
             if not near:
-                pause = max(2, HOVER_FRAME + int(rng.integers(-1, 3)) - len(path))
+                pause = max(2, HOVER_FRAME + int(rng.integers(-1, 2)) - len(path))
             path.hold(pause + int(rng.integers(0, self.config.hesitation_frames + 1)))
         self._descend_and_close(path, grasp, hover, lateral, qpos_hover, gripper, rng)
         self._lift(path, grasp.pose, grasp.local, rng)
@@ -229,9 +229,7 @@ class Expert:
     def _at(
         self, grasp: Grasp, hover: float, lateral: NDArray[np.float64], start: NDArray[np.float64]
     ) -> NDArray[np.float64] | None:
-        shifted = GraspPose(grasp.pose.point_w + np.array([*lateral, 0.0]), grasp.pose.tilt, grasp.pose.jaw_w)
-        moved = Grasp(shifted, grasp.local, grasp.gripper, grasp.qpos, grasp.clearance)
-        return self.planner.way_in(moved, hover, start)
+        return self.planner.way_in(_shifted(grasp, lateral), hover, start)
 
     def _offset_of_aligned(
         self, present: GraspPose, grasp: Grasp, gripper: float, hover: float, target: int
@@ -247,6 +245,41 @@ class Expert:
         if not (is_open and in_cone and turned and abs(present.tilt - grasp.pose.tilt) < 0.3):
             return None
         return max(back, 1e-3), sideways[:2]
+
+
+def _shifted(grasp: Grasp, lateral: NDArray[np.float64]) -> Grasp:
+    """The same grasp ``lateral`` [m], shape (2,), beside its place."""
+    point = grasp.pose.point_w + np.array([*lateral, 0.0])
+    return replace(grasp, pose=replace(grasp.pose, point_w=point))
+
+
+class ExpertAgent:
+    """The expert as an agent over chunks: every call gives the next chunk of actions.
+
+    A plan that has run out, because the lift failed, is made anew from the state at hand.
+    """
+
+    def __init__(self, expert: Expert, chunk_size: int = 50) -> None:
+        self.expert = expert
+        self.chunk_size = chunk_size
+        self._rest: NDArray[np.float64] = np.empty((0, so101.NUM_JOINTS))
+
+    def reset(self) -> None:
+        """Forget the plan: a new episode has begun."""
+        self._rest = self._rest[:0]
+
+    def act(self, data: mujoco.MjData, target: int, rng: np.random.Generator) -> NDArray[np.float32]:
+        """Joint targets in LeRobot's units ([deg], gripper 0 to 100), shape (chunk_size, 6), float32.
+
+        The last target of a plan is repeated to fill its last chunk; without a plan the arm holds still.
+        """
+        if len(self._rest) == 0:
+            plan = self.expert.plan(data, target, rng)
+            held = data.ctrl[self.expert.scene.actuator_ids][None].copy()
+            self._rest = held if plan is None else plan
+        chunk, self._rest = self._rest[: self.chunk_size], self._rest[self.chunk_size :]
+        padding = np.repeat(chunk[-1:], self.chunk_size - len(chunk), axis=0)
+        return so101.to_units(np.concatenate([chunk, padding])).astype(np.float32)
 
 
 class _Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mujoco
 import numpy as np
@@ -32,11 +32,11 @@ _TILT_DEG = (15.0, 15.0, 30.0, 40.0, 45.0, 55.0)
 _YAW_DEG = (0.0, -12.0, 12.0, -24.0, 24.0, -37.0, 37.0, -50.0, 50.0)
 _TILT_CHANGE_DEG = (0.0, -8.0, 8.0)
 _MAX_CANDIDATES = 14
+_MAX_SLOPE = np.radians(30.0)
 _SAFE_DISTANCE = 0.004  # clearance that is good enough
 _MAX_ERROR = 0.002  # of inverse kinematics
 _FINGER_DEPTH = 0.008  # half thickness of a finger, for the cheap rule
-_CLOSED_FREE_OPENING = 0.004
-_PATH_POINTS = (1.0, 0.66, 0.33, 0.0)
+_PATH_POINTS = (0.33, 0.66, 1.0)  # of the hover distance, where the way in is checked
 
 
 def tilt_at(point_w: NDArray[np.float64]) -> float:
@@ -143,11 +143,10 @@ class GraspPlanner:
         self.probe.set_pieces(data)
         best: Grasp | None = None
         for _, yaw, tilt_change in sorted(self._candidates(data, target, yaw_shift))[:_MAX_CANDIDATES]:
-            grasp = self._try(data, target, yaw, tilt_change)
-            if grasp is not None and (best is None or grasp.clearance > best.clearance + 1e-4):
-                best = grasp
-                if best.clearance >= _SAFE_DISTANCE:
-                    break
+            worst = -np.inf if best is None else best.clearance
+            best = self._try(data, target, yaw, tilt_change, worst) or best
+            if best is not None and best.clearance >= _SAFE_DISTANCE:
+                break
         return best
 
     def way_in(self, grasp: Grasp, hover: float, start: NDArray[np.float64]) -> NDArray[np.float64] | None:
@@ -161,6 +160,7 @@ class GraspPlanner:
     ) -> Iterator[tuple[float, float, float]]:
         """(badness, yaw, change of tilt) of every candidate; the badness is a guess in millimetres."""
         position = data.xpos[self.scene.pieces[target].body_id]
+        tilt = tilt_at(position)
         neighbours = [self.scene.pieces[slot] for slot in self.scene.active if slot != target]
         for yaw_deg in _YAW_DEG:
             yaw = np.radians(yaw_deg) + yaw_shift
@@ -178,8 +178,12 @@ class GraspPlanner:
                 ):
                     gap = float(np.linalg.norm(apart - side)) - radius - _FINGER_DEPTH
                     badness += 1e3 * max(_SAFE_DISTANCE - gap, 0.0)
-            for change in _TILT_CHANGE_DEG:
-                yield badness + 0.2 * abs(change), yaw, float(np.radians(change))
+            for change_deg in _TILT_CHANGE_DEG:
+                change = float(np.radians(change_deg))
+                # Tilted fingers that also turn close on a slope, and lift one side of the base.
+                slope = abs(np.arctan(np.sin(yaw) * np.tan(tilt + change)))
+                if slope < _MAX_SLOPE:
+                    yield badness + 0.2 * abs(change_deg) + 30 * slope * slope, yaw, change
 
     def _side_widths(
         self, data: mujoco.MjData, target: int, jaw_w: NDArray[np.float64]
@@ -195,7 +199,10 @@ class GraspPlanner:
         extent, shift = abs(x) * half_width + abs(y) * half_length, y * centre
         return max(extent - shift, shape.grasp_radius), max(extent + shift, shape.grasp_radius)
 
-    def _try(self, data: mujoco.MjData, target: int, yaw: float, tilt_change: float) -> Grasp | None:
+    def _try(
+        self, data: mujoco.MjData, target: int, yaw: float, tilt_change: float, worst: float
+    ) -> Grasp | None:
+        """The grasp of one candidate; None when it is out of reach or no clearer than ``worst`` [m]."""
         position = data.xpos[self.scene.pieces[target].body_id]
         point = position + np.array([0.0, 0.0, GRASP_HEIGHT])
         jaw = jaw_direction(point, yaw)
@@ -206,14 +213,18 @@ class GraspPlanner:
         solution = self.arm.solve(pose, local, seed_qpos(point))
         if solution.error > _MAX_ERROR or solution.cost > 0.1:
             return None
-        grasp = Grasp(pose, local, gripper, solution.qpos, _SAFE_DISTANCE)
-        clearance = _SAFE_DISTANCE
         qpos = solution.qpos
-        for part in _PATH_POINTS[::-1]:
+        grasp = Grasp(pose, local, gripper, qpos, self._clearance(qpos, gripper, target))
+        for part in _PATH_POINTS:
+            if grasp.clearance <= worst:
+                return None
             step = self.way_in(grasp, part * HOVER_DISTANCE, qpos)
             if step is None:
                 return None
             qpos = step
-            neighbours, own, rest = self.probe.distances(np.append(qpos, gripper), target)
-            clearance = min(clearance, neighbours, own if own < 0 else _SAFE_DISTANCE, rest)
-        return Grasp(pose, local, gripper, solution.qpos, clearance)
+            grasp = replace(grasp, clearance=min(grasp.clearance, self._clearance(qpos, gripper, target)))
+        return grasp if grasp.clearance > worst else None
+
+    def _clearance(self, qpos: NDArray[np.float64], gripper: float, target: int) -> float:
+        neighbours, own, rest = self.probe.distances(np.append(qpos, gripper), target)
+        return min(neighbours, own if own < 0 else _SAFE_DISTANCE, rest)

@@ -7,6 +7,7 @@ close (1). World frame, [m], [rad].
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from chess_env import so101
 
 NUM_ARM_JOINTS = 5
 _LIMIT_MARGIN = 0.01  # solutions stay this far inside the joint limits [rad]
-# One residual unit is 10 mm or 1/3 rad: a millimetre weighs as much as 2 degrees.
-_POSITION_WEIGHT, _ANGLE_WEIGHT = 100.0, 3.0
-_DONE_COST = 1e-6
+# A millimetre weighs as much as 6 degrees: where a joint limit forbids the tilt, the position is kept.
+_POSITION_WEIGHT, _ANGLE_WEIGHT = 300.0, 3.0
+_DONE_COST = 1e-4  # 0.03 mm
 _MAX_ITERATIONS = 40
+_IDENTITY = np.eye(NUM_ARM_JOINTS)
+
+Triple = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -94,23 +98,26 @@ class ArmKinematics:
         """Joint angles that bring the gripper's point ``local`` [m] to ``target``, searched from ``start`` [rad].
 
         Never raises for an unreachable target: the caller reads ``error``.
-        Source: Levenberg-Marquardt, the damping adapted as in Nocedal and Wright (2006), section 10.3.
+        Source: Levenberg-Marquardt with adapted damping, Nocedal and Wright (2006), section 10.3.
         """
-        point_local = np.asarray(local, dtype=np.float64)
-        out = np.array([*radial(target.point_w), 0.0])
-        normal = np.array([-target.jaw_w[1], target.jaw_w[0], 0.0])
-        q = np.clip(np.asarray(start, dtype=np.float64)[:NUM_ARM_JOINTS], self._low, self._high)
-        residual, cost = self._residual(q, target, point_local, out, normal)
+        goal = _Goal.of(target, local)
+        q = np.asarray(start, dtype=np.float64)[:NUM_ARM_JOINTS]
+        q = np.minimum(np.maximum(q, self._low), self._high)
+        residual, cost = self._residual(q, goal)
         damping = 1e-3
         for _ in range(_MAX_ITERATIONS):
             if cost < _DONE_COST:
                 break
-            jacobian = self._jacobian(point_local, out, normal)
+            jacobian = self._jacobian(goal)
             gradient, hessian = jacobian.T @ residual, jacobian.T @ jacobian
+            # A joint at its limit that the step would push further is held there: the others do the work.
+            held = ((q <= self._low) & (gradient > 0)) | ((q >= self._high) & (gradient < 0))
+            if held.any():
+                gradient[held], hessian[held], hessian[:, held] = 0.0, 0.0, 0.0
             for _ in range(6):
-                step = np.linalg.solve(hessian + damping * np.eye(NUM_ARM_JOINTS), gradient)
-                candidate = np.clip(q - step, self._low, self._high)
-                new_residual, new_cost = self._residual(candidate, target, point_local, out, normal)
+                step = np.linalg.solve(hessian + damping * _IDENTITY, gradient)
+                candidate = np.minimum(np.maximum(q - step, self._low), self._high)
+                new_residual, new_cost = self._residual(candidate, goal)
                 if new_cost < cost:
                     break
                 damping *= 5
@@ -118,57 +125,96 @@ class ArmKinematics:
                 break
             gain = cost - new_cost
             q, residual, cost = candidate, new_residual, new_cost
-            if gain < 1e-9:
+            if gain < 1e-6:
                 break
             damping = max(damping * 0.3, 1e-6)
-        return Solution(q, float(np.linalg.norm(residual[:3])) / _POSITION_WEIGHT, float(cost))
+        return Solution(q, math.sqrt(residual[:3] @ residual[:3]) / _POSITION_WEIGHT, cost)
 
-    def _residual(
-        self,
-        q: NDArray[np.float64],
-        target: GraspPose,
-        local: NDArray[np.float64],
-        out: NDArray[np.float64],
-        normal: NDArray[np.float64],
-    ) -> tuple[NDArray[np.float64], float]:
+    # The two functions below compute with plain floats: on vectors of three, NumPy's call overhead is most of the time.
+
+    def _residual(self, q: NDArray[np.float64], goal: _Goal) -> tuple[NDArray[np.float64], float]:
+        """Residual, shape (5,), and its squared norm; leaves the data at ``q``."""
         data = self._data
         data.qpos[:NUM_ARM_JOINTS] = q
         mujoco.mj_kinematics(self.model, data)
-        rotation = data.xmat[self._gripper].reshape(3, 3)
-        down, jaw = -rotation[:, 2], rotation[:, 0]
-        residual = np.empty(5)
-        residual[:3] = (data.xpos[self._gripper] + rotation @ local - target.point_w) * _POSITION_WEIGHT
-        residual[3] = (np.arctan2(down @ out, -down[2]) - target.tilt) * _ANGLE_WEIGHT
-        # The angle in the horizontal plane, and not its sine: the opposite direction is no solution.
-        along = jaw[0] * target.jaw_w[0] + jaw[1] * target.jaw_w[1]
-        residual[4] = np.arctan2(jaw @ normal, along) * _ANGLE_WEIGHT
+        point, down, jaw = self._gripper_vectors(goal)
+        tilt = math.atan2(down[0] * goal.out[0] + down[1] * goal.out[1], -down[2])
+        # The turn in the horizontal plane, and not its sine: the opposite direction is no solution.
+        turn = math.atan2(
+            goal.jaw[0] * jaw[1] - goal.jaw[1] * jaw[0], goal.jaw[0] * jaw[0] + goal.jaw[1] * jaw[1]
+        )
+        residual = np.array(
+            [
+                (point[0] - goal.point[0]) * _POSITION_WEIGHT,
+                (point[1] - goal.point[1]) * _POSITION_WEIGHT,
+                (point[2] - goal.point[2]) * _POSITION_WEIGHT,
+                (tilt - goal.tilt) * _ANGLE_WEIGHT,
+                turn * _ANGLE_WEIGHT,
+            ]
+        )
         return residual, float(residual @ residual)
 
-    def _jacobian(
-        self, local: NDArray[np.float64], out: NDArray[np.float64], normal: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """Derivative (5, 5) of the residual at the data's joint angles: d(rotation column)/dq = omega x column."""
+    def _jacobian(self, goal: _Goal) -> NDArray[np.float64]:
+        """Derivative (5, 5) of the residual where the data is. A rotating vector v changes by omega x v, and
+        u . (omega x v) = omega . (v x u)."""
         data = self._data
-        rotation = data.xmat[self._gripper].reshape(3, 3)
-        point = data.xpos[self._gripper] + rotation @ local
+        point, down, jaw = self._gripper_vectors(goal)
         mujoco.mj_comPos(self.model, data)
-        mujoco.mj_jac(self.model, data, self._jac_pos, self._jac_rot, point, self._gripper)
-        spin = self._jac_rot[:, :NUM_ARM_JOINTS]
-        down, jaw = -rotation[:, 2], rotation[:, 0]
-        d_down, d_jaw = _cross_columns(spin, down), _cross_columns(spin, jaw)
+        mujoco.mj_jac(self.model, data, self._jac_pos, self._jac_rot, np.array(point), self._gripper)
         jacobian = np.empty((5, NUM_ARM_JOINTS))
         jacobian[:3] = self._jac_pos[:, :NUM_ARM_JOINTS] * _POSITION_WEIGHT
-        y, x = down @ out, -down[2]
-        jacobian[3] = (x * (out @ d_down) + y * d_down[2]) / (x * x + y * y) * _ANGLE_WEIGHT
-        forward = np.array([normal[1], -normal[0], 0.0])
-        y, x = jaw @ normal, jaw @ forward
-        jacobian[4] = (
-            (x * (normal @ d_jaw) - y * (forward @ d_jaw)) / max(x * x + y * y, 1e-9) * _ANGLE_WEIGHT
-        )
+        out = (*goal.out, 0.0)
+        y, x = down[0] * out[0] + down[1] * out[1], -down[2]
+        d_tilt = _combine(x, _cross(down, out), y, _cross(down, (0.0, 0.0, 1.0)), x * x + y * y)
+        along, across = (*goal.jaw, 0.0), (-goal.jaw[1], goal.jaw[0], 0.0)
+        y, x = jaw[0] * across[0] + jaw[1] * across[1], jaw[0] * along[0] + jaw[1] * along[1]
+        d_turn = _combine(x, _cross(jaw, across), -y, _cross(jaw, along), max(x * x + y * y, 1e-9))
+        jacobian[3:] = (_ANGLE_WEIGHT * np.array([d_tilt, d_turn])) @ self._jac_rot[:, :NUM_ARM_JOINTS]
         return jacobian
 
+    def _gripper_vectors(self, goal: _Goal) -> tuple[Triple, Triple, Triple]:
+        """The gripper's point [m], its fingers' and its jaws' direction, in the world."""
+        r = self._data.xmat[self._gripper].tolist()
+        p = self._data.xpos[self._gripper].tolist()
+        a, b, c = goal.local
+        point = (
+            p[0] + r[0] * a + r[1] * b + r[2] * c,
+            p[1] + r[3] * a + r[4] * b + r[5] * c,
+            p[2] + r[6] * a + r[7] * b + r[8] * c,
+        )
+        return point, (-r[2], -r[5], -r[8]), (r[0], r[3], r[6])
 
-def _cross_columns(spin: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """omega x vector for every column omega of ``spin`` (3, n); far faster than ``np.cross`` on small arrays."""
-    x, y, z = vector
-    return np.stack([spin[1] * z - spin[2] * y, spin[2] * x - spin[0] * z, spin[0] * y - spin[1] * x])
+
+@dataclass(frozen=True)
+class _Goal:
+    """A grasp pose in plain floats."""
+
+    point: Triple
+    tilt: float
+    jaw: tuple[float, float]
+    out: tuple[float, float]
+    local: Triple
+
+    @staticmethod
+    def of(target: GraspPose, local: ArrayLike) -> _Goal:
+        out = radial(target.point_w)
+        return _Goal(
+            point=_triple(target.point_w),
+            tilt=float(target.tilt),
+            jaw=(float(target.jaw_w[0]), float(target.jaw_w[1])),
+            out=(float(out[0]), float(out[1])),
+            local=_triple(local),
+        )
+
+
+def _triple(vector: ArrayLike) -> Triple:
+    x, y, z = np.asarray(vector, dtype=np.float64).tolist()
+    return x, y, z
+
+
+def _cross(a: Triple, b: Triple) -> Triple:
+    return a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]
+
+
+def _combine(x: float, a: Triple, y: float, b: Triple, scale: float) -> Triple:
+    return (x * a[0] + y * b[0]) / scale, (x * a[1] + y * b[1]) / scale, (x * a[2] + y * b[2]) / scale
