@@ -75,7 +75,8 @@ class Looks:
     """What may differ between scenes and is no state: light, colours (0..1), camera jitter, friction of the pieces."""
 
     headlight_ambient: float = 0.35
-    light_diffuse: float = 0.50
+    headlight_diffuse: float = 0.15
+    light_diffuse: float = 0.40
     light_position_m: Vector3 = (0.15, -0.40, 1.20)
     """The light is directional: from here to the board's centre."""
     light_square_rgb: Rgb = (0.70, 0.55, 0.36)
@@ -210,6 +211,7 @@ class ChessScene:
         """Set everything that ``Looks`` names; what an earlier call set is forgotten."""
         model = self.model
         model.vis.headlight.ambient[:] = looks.headlight_ambient
+        model.vis.headlight.diffuse[:] = looks.headlight_diffuse
         light = model.light("sun").id
         model.light_diffuse[light] = looks.light_diffuse
         toward = np.array([*board.CENTER_XY, 0.0]) - np.array(looks.light_position_m)
@@ -281,14 +283,13 @@ def build_scene(
         robot: An SO-101 MJCF file in place of the built-in arm.
 
     Raises:
-        ValueError: ``robot`` cannot be used.
+        ConfigError: ``robot`` cannot be used.
     """
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    spec = mujoco.MjSpec()
+    spec = so101.arm_spec(robot)
     spec.modelname = "chess_pick"
     _set_options(spec, physics_timestep)
     _set_visual(spec, height, width, offsamples)
-    so101.add_arm(spec, robot)
     _add_table_and_board(spec)
     kinds = list(TARGET_KINDS) + [kind for kind in TARGET_KINDS for _ in range(num_distractors_max)]
     for slot, kind in enumerate(kinds):
@@ -303,7 +304,6 @@ def build_scene(
 
 
 def _set_options(spec: mujoco.MjSpec, physics_timestep: float) -> None:
-    spec.compiler.degree = False
     option = spec.option
     option.timestep = physics_timestep
     option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
@@ -321,7 +321,6 @@ def _set_visual(spec: mujoco.MjSpec, height: int, width: int, offsamples: int) -
     visual.quality.shadowsize = 0
     visual.quality.numslices, visual.quality.numstacks, visual.quality.numquads = 14, 7, 1
     visual.global_.offheight, visual.global_.offwidth = height, width
-    visual.headlight.diffuse = [0.0, 0.0, 0.0]
     visual.headlight.specular = [0.0, 0.0, 0.0]
     visual.map.znear = 0.005
 
@@ -332,7 +331,7 @@ def _add_table_and_board(spec: mujoco.MjSpec) -> None:
         name="sun", type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, castshadow=False, specular=[0.1, 0.1, 0.1]
     )
     box, plane, mesh = mujoco.mjtGeom.mjGEOM_BOX, mujoco.mjtGeom.mjGEOM_PLANE, mujoco.mjtGeom.mjGEOM_MESH
-    world.add_geom(name="table", type=plane, size=[0.6, 0.6, 0.01], rgba=[0.3, 0.4, 0.4, 1])
+    world.add_geom(name="table", type=plane, size=[2.0, 2.0, 0.01], rgba=[0.3, 0.4, 0.4, 1])
     top, half, border = board.BOARD_TOP_Z, board.HALF_WIDTH, board.BORDER_WIDTH
     x, y = board.CENTER_XY
     world.add_geom(

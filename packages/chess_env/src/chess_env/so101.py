@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from chess_env import so101_looks
+from chess_env.errors import ConfigError
 
 JOINT_NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 NUM_JOINTS = len(JOINT_NAMES)
@@ -206,20 +207,17 @@ def gripper_opening(angle: float) -> float:
     return float(np.interp(angle, _OPENING_ANGLE, _OPENING_WIDTH))
 
 
-def add_arm(spec: mujoco.MjSpec, robot: str | Path | None = None) -> None:
-    """Add the arm to ``spec``, base at the world's origin: our model, or the SO-101 MJCF file ``robot``.
+def arm_spec(robot: str | Path | None = None) -> mujoco.MjSpec:
+    """A new spec with the arm, base at the world's origin: our model, or the SO-101 MJCF file ``robot``.
 
-    A file gives links, inertias and looks; the fingers' collision shapes and the servo gains are ours
-    in both cases, since those decide whether a piece can be held. A camera named "wrist" is added.
+    A file gives links, inertias and looks; the fingers' collision shapes, the joint limits and the servos are ours
+    in both cases, since those decide whether a piece can be held and what an action means. A camera
+    named "wrist" is added.
 
     Raises:
-        ValueError: ``robot`` cannot be read, or lacks one of the joints or the bodies of the gripper.
+        ConfigError: ``robot`` cannot be read, or lacks one of the joints or the bodies of the gripper.
     """
-    if robot is None:
-        _add_links(spec)
-        so101_looks.add_visuals(spec)
-    else:
-        _attach_file(spec, Path(robot))
+    spec = _own_spec() if robot is None else _file_spec(Path(robot))
     for shape in FINGER_SHAPES:
         body = spec.body(shape.body) or spec.body(GRIPPER_BODY)
         _add_shape(body, shape, condim=6, friction=[1.0, 5e-3, 5e-4], solref=[0.01, 1.0], priority=1)
@@ -230,20 +228,19 @@ def add_arm(spec: mujoco.MjSpec, robot: str | Path | None = None) -> None:
         joint = spec.joint(name)
         joint.damping = _like(joint.damping, SERVO.damping)
         joint.frictionloss, joint.armature = SERVO.frictionloss, SERVO.armature
-        limits = [JOINT_LOW[index], JOINT_HIGH[index]]
-        joint.range, joint.limited = limits, mujoco.mjtLimited.mjLIMITED_TRUE
+        limits = np.array([JOINT_LOW[index], JOINT_HIGH[index]])
+        joint.range = np.degrees(limits) if spec.compiler.degree else limits  # a file may count in degrees
+        joint.limited = mujoco.mjtLimited.mjLIMITED_TRUE
         actuator = spec.add_actuator(name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT)
         actuator.set_to_position(kp=SERVO.kp, kv=SERVO.kv)
         actuator.forcerange, actuator.forcelimited = [-SERVO.force_limit, SERVO.force_limit], 1
         actuator.ctrlrange, actuator.ctrllimited = limits, 1
+    return spec
 
 
 def build_arm_model(robot: str | Path | None = None) -> mujoco.MjModel:
     """The arm alone, without table and pieces (nq = 6): what kinematics needs."""
-    spec = mujoco.MjSpec()
-    spec.compiler.degree = False
-    add_arm(spec, robot)
-    return spec.compile()
+    return arm_spec(robot).compile()
 
 
 def _like(current: Any, value: float) -> Any:
@@ -255,7 +252,9 @@ def _like(current: Any, value: float) -> Any:
     return filled
 
 
-def _add_links(spec: mujoco.MjSpec) -> None:
+def _own_spec() -> mujoco.MjSpec:
+    spec = mujoco.MjSpec()
+    spec.compiler.degree = False
     bodies: dict[str, mujoco.MjsBody] = {}
     for link in LINKS:
         parent = spec.worldbody if link.parent is None else bodies[link.parent]
@@ -267,6 +266,8 @@ def _add_links(spec: mujoco.MjSpec) -> None:
         bodies[link.name] = body
     for shape in LINK_SHAPES:
         _add_shape(bodies[shape.body], shape, condim=3)
+    so101_looks.add_visuals(spec)
+    return spec
 
 
 def _add_shape(body: mujoco.MjsBody, shape: Shape, **contact: Any) -> None:
@@ -283,26 +284,25 @@ def _add_shape(body: mujoco.MjsBody, shape: Shape, **contact: Any) -> None:
     )
 
 
-def _attach_file(spec: mujoco.MjSpec, path: Path) -> None:
+def _file_spec(path: Path) -> mujoco.MjSpec:
     if not path.is_file():
-        raise ValueError(
-            f"robot={str(path)!r} is not a file; give an SO-101 MJCF file, or None for the built-in arm"
+        raise ConfigError(
+            f"robot={str(path)!r} is no file; give an SO-101 MJCF file, or None for the built-in arm"
         )
     try:
-        child = mujoco.MjSpec.from_file(str(path))
+        spec = mujoco.MjSpec.from_file(str(path))
     except ValueError as error:
-        raise ValueError(f"robot={str(path)!r} is not a readable MJCF file: {error}") from error
-    missing = [name for name in JOINT_NAMES if child.joint(name) is None]
-    missing += [name for name in (GRIPPER_BODY, MOVING_JAW_BODY) if child.body(name) is None]
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"robot={str(path)!r} is not a readable MJCF file: {reason}") from error
+    missing = [name for name in JOINT_NAMES if spec.joint(name) is None]
+    missing += [name for name in (GRIPPER_BODY, MOVING_JAW_BODY) if spec.body(name) is None]
     if missing:
-        raise ValueError(
-            f"robot={str(path)!r} has no {', '.join(missing)}; it must be an SO-101 with these names"
+        raise ConfigError(
+            f"robot={str(path)!r} has no {', '.join(missing)}; an SO-101 with these names is needed"
         )
-    for element in [*child.actuators, *child.cameras, *child.keys]:
-        child.delete(element)
-    for geom in child.geoms:
+    for element in [*spec.actuators, *spec.cameras, *spec.keys]:
+        spec.delete(element)
+    for geom in spec.geoms:
         if geom.parent.name in (GRIPPER_BODY, MOVING_JAW_BODY, "camera_mount"):
             geom.contype, geom.conaffinity = 0, 0
-    for option in ("timestep", "impratio", "iterations", "ls_iterations", "integrator", "cone"):
-        setattr(child.option, option, getattr(spec.option, option))
-    spec.attach(child, frame=spec.worldbody.add_frame(), prefix="")
+    return spec
