@@ -218,6 +218,7 @@ def _looks(variation: Variation, ranges: Randomization) -> Looks:
     return replace(
         nominal,
         headlight_ambient=nominal.headlight_ambient * brightness,
+        headlight_diffuse=nominal.headlight_diffuse * brightness,
         light_diffuse=nominal.light_diffuse * brightness,
         light_position_m=tuple(light.tolist()),
         top_offset_m=tuple(shift[:3].tolist()),
