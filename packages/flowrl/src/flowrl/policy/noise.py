@@ -96,7 +96,9 @@ class NoiseModel(nn.Module):
         """Noise sizes per denoising step: (K, 1) fixed or (K, A) learned, float32, normalized action units."""
         if not self.learn_sigma:
             return self.schedule
-        shift = torch.sigmoid(self.start_position + self.raw_sigma) - torch.sigmoid(self.start_position)
+        # Both sigmoids in one shape, so that they round alike and the start is exactly the schedule.
+        start = self.start_position.expand_as(self.raw_sigma).contiguous()
+        shift = torch.sigmoid(start + self.raw_sigma) - torch.sigmoid(start)
         return self.schedule * torch.exp(math.log(self.sigma_max / self.sigma_min) * shift)
 
     def perturb(self, mean: Tensor, step: int, eps: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ class SmolVLAFlowPolicy(FlowPolicy):
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        tensors, metadata = _unshared(self.module.state_dict())
+        tensors, metadata = _unshared(self.module.state_dict(), self._stored_dtypes)
         for name, tensor in tensors.items():
             dtype = tensor.dtype if name.startswith(_TRAINABLE) else self._stored_dtypes[name]
             tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
@@ -356,11 +356,16 @@ def _with_float32(vlm_config: bytes) -> bytes:
     return vlm_config
 
 
-def _unshared(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """One tensor per memory block, and which names were left out for which, as safetensors' own save_model notes it."""
+def _unshared(
+    state: Mapping[str, Tensor], preferred: Mapping[str, object]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """One tensor per memory block, under a preferred name if it has one.
+
+    Also the names left out and what they stand for, as safetensors' own save_model notes it.
+    """
     kept: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
     tensors, metadata = {}, {"format": "pt"}
-    for name in sorted(state):
+    for name in sorted(state, key=lambda name: (name not in preferred, name)):
         tensor = state[name]
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in kept:

@@ -57,9 +57,12 @@ def build_module(folder: PolicyFolder, config: Any) -> SmolVLAPolicy:
     with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
         try:
             return SmolVLAPolicy(config)
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise FlowRLError(f"the VLM folder {folder.vlm} is incomplete: {reason}") from error
+            raise FlowRLError(
+                f"LeRobot cannot build the policy from {folder.path / CONFIG} and {folder.vlm} ({reason}); "
+                "copy the whole policy folder again"
+            ) from error
 
 
 def load_weights(module: SmolVLAPolicy, file: Path) -> dict[str, torch.dtype]:

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from flowrl.prefix import Prefix
+
+
+def make(batch: int, tokens: int, seed: int = 0) -> Prefix:
+    generator = torch.Generator().manual_seed(seed)
+    return Prefix(
+        {
+            "pad_mask": torch.ones(batch, tokens, dtype=torch.bool),
+            "keys": torch.randn(batch, 2, tokens, 3, generator=generator).to(torch.bfloat16),
+        },
+        {"pad_mask": 1, "keys": 2},
+    )
+
+
+def test_indexing_keeps_the_batch_dimension_and_the_dtype():
+    prefix = make(4, 5)
+    for index, rows in ((2, [2]), (slice(1, 3), [1, 2]), ([3, 0], [3, 0]), (torch.tensor([1, 1]), [1, 1])):
+        part = prefix[index]
+        assert len(part) == len(rows)
+        assert part.tensors["keys"].dtype == torch.bfloat16
+        assert torch.equal(part.tensors["keys"], torch.stack([prefix.tensors["keys"][row] for row in rows]))
+
+
+def test_concatenation_undoes_indexing():
+    prefix = make(5, 4)
+    again = Prefix.concatenate([prefix[0], prefix[1:4], prefix[[4]]])
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in prefix.tensors.items())
+
+
+def test_batches_of_different_length_are_padded_with_masked_tokens():
+    short, long = make(1, 3, seed=1), make(2, 5, seed=2)
+    joined = Prefix.concatenate([short, long])
+    assert joined.tensors["pad_mask"].sum(1).tolist() == [3, 5, 5]
+    assert torch.equal(joined.tensors["keys"][:1, :, :3], short.tensors["keys"])
+    assert joined.tensors["keys"][:1, :, 3:].abs().max() == 0
+    assert torch.equal(joined.tensors["keys"][1:], long.tensors["keys"])
+
+
+def test_repeat_interleave_repeats_rows_in_place():
+    prefix = make(2, 3)
+    repeated = prefix.repeat_interleave(3)
+    assert len(repeated) == 6
+    for row in range(6):
+        assert torch.equal(repeated.tensors["keys"][row], prefix.tensors["keys"][row // 3])
+
+
+def test_num_bytes_counts_every_tensor():
+    assert make(2, 3).num_bytes == 2 * 3 + 2 * 2 * 3 * 3 * 2
+
+
+def test_tensors_of_different_batch_sizes_are_refused():
+    with pytest.raises(ValueError, match="one batch size"):
+        Prefix({"a": torch.zeros(2, 1), "b": torch.zeros(3, 1)})
+    with pytest.raises(ValueError, match="empty"):
+        Prefix.concatenate([])
+    with pytest.raises(ValueError, match="differ"):
+        Prefix.concatenate([Prefix({"a": torch.zeros(1)}), Prefix({"b": torch.zeros(1)})])
