@@ -23,8 +23,8 @@ from chess_env.pieces import PIECE_KINDS
 from chess_env.scene import ChessScene
 
 GRASP_HEIGHT = 0.024  # finger tips above the board
-FIXED_JAW_CLEARANCE = 0.006
-MOVING_JAW_CLEARANCE = 0.018
+FIXED_JAW_CLEARANCE = 0.009  # the piece stands midway: as much room for an error on both sides
+MOVING_JAW_CLEARANCE = 0.009
 HOVER_DISTANCE = 0.055  # back along the approach
 # Outward tilt of the fingers by distance from the pan axis: straight down reaches only 0.14 to 0.22 m.
 _TILT_DISTANCE = (0.13, 0.28, 0.33, 0.36, 0.385, 0.41)
@@ -174,7 +174,7 @@ class GraspPlanner:
                 radius = PIECE_KINDS[piece.kind].base_radius
                 for side in (
                     -jaw * (fixed + FIXED_JAW_CLEARANCE + 0.006),
-                    jaw * (moving + MOVING_JAW_CLEARANCE),
+                    jaw * (moving + MOVING_JAW_CLEARANCE + 0.006),
                 ):
                     gap = float(np.linalg.norm(apart - side)) - radius - _FINGER_DEPTH
                     badness += 1e3 * max(_SAFE_DISTANCE - gap, 0.0)
@@ -208,7 +208,7 @@ class GraspPlanner:
         jaw = jaw_direction(point, yaw)
         fixed, moving = self._side_widths(data, target, jaw)
         local = np.array([so101.FIXED_JAW_X + fixed + FIXED_JAW_CLEARANCE, 0.0, so101.TIP_Z])
-        gripper = so101.gripper_angle(fixed + moving + FIXED_JAW_CLEARANCE + 0.012)
+        gripper = so101.gripper_angle(fixed + moving + FIXED_JAW_CLEARANCE + MOVING_JAW_CLEARANCE)
         pose = GraspPose(point, tilt_at(point) + tilt_change, jaw)
         solution = self.arm.solve(pose, local, seed_qpos(point))
         if solution.error > _MAX_ERROR or solution.cost > 0.1:
