@@ -141,7 +141,8 @@ def main() -> None:
     for name, value in measure_workers(2, 256).items():
         results[f"2 workers, 256 px: {name}"] = value
     print(
-        f"{os.cpu_count()} cores, MuJoCo {mujoco.__version__}, Python {platform.python_version()}, 16 pieces"
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, MuJoCo {mujoco.__version__}, "
+        f"Python {platform.python_version()}, 16 pieces"
     )
     for name, value in results.items():
         print(f"{name:50s} {value:9.1f}")

@@ -568,14 +568,16 @@ def test_environments_of_one_process_do_not_mix_their_images():
         env.close()
 
 
-def test_render_gives_the_top_camera_large():
+def test_render_gives_the_top_camera_large(pixel_env):
     env = gymnasium.make("chess_env:ChessPick-v0", render_mode="rgb_array", **SMALL)
     with pytest.raises((EpisodeError, gymnasium.error.ResetNeeded)):
         env.render()
-    env.reset(seed=0)
+    observation, _ = env.reset(seed=0)
     frame = env.render()
     assert frame.shape == (480, 640, 3) and frame.dtype == np.uint8
     assert np.array_equal(frame, env.render())
+    plain, _ = pixel_env.reset(seed=0)  # the larger buffer changes no pixel
+    assert np.array_equal(observation["pixels"]["top"], plain["pixels"]["top"])
     env.close()
 
 

@@ -10,8 +10,10 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mujoco
@@ -26,6 +28,7 @@ MAX_GEOMS = 2000
 
 _open: "weakref.WeakSet[OffscreenRenderer]" = weakref.WeakSet()
 _registered = False
+_warned = False
 
 
 def choose_backend(environ: Mapping[str, str], platform: str) -> str:
@@ -117,6 +120,7 @@ class OffscreenRenderer:
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         _open.add(self)
         _close_at_exit()
+        _warn_of_software_rendering()
 
     def render(self, data: mujoco.MjData, camera: str, size: tuple[int, int]) -> NDArray[np.uint8]:
         """A camera's image, uint8, shape (height, width, 3), top row first.
@@ -184,6 +188,23 @@ def _close_at_exit() -> None:
     if not _registered:
         atexit.register(_close_all)
         _registered = True
+
+
+def _warn_of_software_rendering() -> None:
+    """Say once that a machine with an NVIDIA GPU renders on its CPU."""
+    global _warned
+    if _warned or not Path("/dev/nvidia0").exists():
+        return
+    _warned = True
+    from OpenGL import GL
+
+    name = GL.glGetString(GL.GL_RENDERER).decode()
+    if "llvmpipe" in name or "softpipe" in name:
+        warnings.warn(
+            f"images are rendered in software ({name}) on a machine with a GPU: set MUJOCO_GL=egl and install the "
+            "driver's EGL library",
+            stacklevel=2,
+        )
 
 
 def has_display() -> bool:

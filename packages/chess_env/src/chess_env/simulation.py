@@ -42,6 +42,7 @@ class Simulation:
         self._scene: ChessScene | None = None
         self._data: mujoco.MjData | None = None
         self._expert: Expert | None = None
+        self._steps_per_frame = config.physics_steps_per_frame
         self.target_slot = 0
         self.distractor_slots: tuple[int, ...] = ()
 
@@ -117,7 +118,7 @@ class Simulation:
         if self.measures is not None:
             self.measures.before_frame(float(target[5]))
         self.data.ctrl[self.scene.actuator_ids] = target
-        mujoco.mj_step(self.scene.model, self.data, self.config.physics_steps_per_frame)
+        mujoco.mj_step(self.scene.model, self.data, self._steps_per_frame)
         end = self.episode.update(self.take_snapshot(self.episode.start))
         if self.measures is not None and end != "unstable":
             self.measures.after_frame(self.episode)
