@@ -5,13 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from flowrl.policy.interface import FlowPolicy, FlowSpec
-from flowrl.prefix import Prefix
-from flowrl.vector_env import make_vector_env
 from gymnasium.vector import VectorEnv
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.policy.interface import FlowPolicy, FlowSpec
+from flowrl.policy.noise import NoiseModel
+from flowrl.prefix import Prefix
+from flowrl.rollout import Decisions, pad_to_two
+from flowrl.vector_env import make_vector_env
 from toy_env import ACTION_DIM, CHUNK_SIZE
 
 SPEC = FlowSpec(
@@ -89,6 +94,38 @@ def load_toy(path: Path | str, device: str = "cpu") -> ToyPolicy:
     if weights.is_file():
         policy.module.load_state_dict(load_file(weights))
     return policy
+
+
+def toy_decisions(
+    policy: ToyPolicy, noise: NoiseModel, count: int, *, seed: int = 0, round_size: int = 8
+) -> Decisions:
+    """One-decision episodes in random states, sampled without an environment, in rounds of `round_size`."""
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.empty(count, ACTION_DIM).uniform_(-1, 1, generator=generator)
+    drawn = [episode_noise(seed * 100_003 + number, 0, SPEC, noise.num_elements) for number in range(count)]
+    rounds = [slice(start, min(start + round_size, count)) for start in range(0, count, round_size)]
+    prefixes, chains = [], []
+    for rows in rounds:
+        chosen = pad_to_two(list(range(rows.start, rows.stop)))
+        prefix = policy.encode({"agent_pos": state[chosen].numpy()}, ["toy"] * len(chosen))
+        x_0 = torch.stack([drawn[row][0] for row in chosen]).to(policy.device)
+        eps = torch.stack([e for row in chosen if (e := drawn[row][1]) is not None]).to(policy.device)
+        chain = sample_chain(policy, prefix, x_0, noise, eps)
+        assert chain.log_prob is not None
+        size = rows.stop - rows.start
+        prefixes.append(prefix[:size])
+        chains.append((chain.states[:size], chain.log_prob[:size]))
+    prefix = Prefix.concatenate(prefixes)
+    return Decisions(
+        prefix=prefix,
+        states=torch.cat([states for states, _ in chains]),
+        log_prob=torch.cat([log_prob for _, log_prob in chains]).clone(),
+        features=policy.prefix_features(prefix),
+        num_executed=torch.full((count,), SPEC.n_action_steps, device=policy.device),
+        episode=np.arange(count),
+        order=np.zeros(count, dtype=np.int64),
+        rounds=rounds,
+    )
 
 
 def make_toy_envs(num_envs: int, env_id: str = "toy_env:ToyReach-v0", **env_kwargs: Any) -> VectorEnv:

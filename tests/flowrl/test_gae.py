@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from flowrl.gae import estimate_advantages, normalize_advantages
 
 GAMMA, LAM = 0.9, 0.5

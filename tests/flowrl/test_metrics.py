@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from flowrl.metrics import (
     explained_variance,
     mcnemar_p,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore
 from flowrl.policy.noise import NoiseModel

@@ -8,6 +8,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import tyro
+
 from flowrl.errors import FlowRLError
 
 
@@ -22,7 +24,7 @@ class TrainConfig:
     env_kwargs: str = "{}"
     """Further arguments of the environment, as JSON, for example '{"distractors": [0, 4]}'."""
     rename: tuple[str, ...] = ()
-    """Camera and state names of the environment and what the policy calls them: top=camera1 wrist=camera2."""
+    """Names of cameras and state in the environment and in the policy: top=camera1 wrist=camera2; `wrist=` drops one."""
     task: str = ""
     """Instruction for environments that give none in `info["task"]`."""
     out: str = ""
@@ -119,7 +121,7 @@ class EvalConfig:
     env_kwargs: str = "{}"
     """Further arguments of the environment, as JSON."""
     rename: tuple[str, ...] = ()
-    """Camera and state names of the environment and what the policy calls them: top=camera1 wrist=camera2."""
+    """Names of cameras and state in the environment and in the policy: top=camera1 wrist=camera2; `wrist=` drops one."""
     task: str = ""
     """Instruction for environments that give none in `info["task"]`."""
     episodes: int = 100
@@ -148,8 +150,10 @@ class EvalConfig:
 class RelocateConfig:
     """Rewrite the path of the vision-language model in a checkpoint that was moved, for LeRobot's own tools."""
 
-    folder: str
-    """Checkpoint folder."""
+    folder: tyro.conf.Positional[str]
+    """Policy folder or checkpoint."""
+    vlm_path: str = ""
+    """What to write, for example a path relative to the repository's root. Empty: the present absolute path."""
 
 
 def flag(name: str) -> str:
@@ -238,9 +242,9 @@ def parse_rename(pairs: tuple[str, ...]) -> dict[str, str]:
     names: dict[str, str] = {}
     for pair in pairs:
         environment, equals, policy = pair.partition("=")
-        if not (environment and equals and policy) or "=" in policy:
+        if not (environment and equals) or "=" in policy:
             raise FlowRLError(f"--rename {pair!r}: must be ENVIRONMENT=POLICY, for example top=camera1")
-        if environment in names or policy in names.values():
+        if environment in names or (policy and policy in names.values()):
             raise FlowRLError(f"--rename {pair!r}: a name is given twice")
         names[environment] = policy
     return names

@@ -1,6 +1,6 @@
 """Numbers that are reported: intervals, paired comparisons, summaries of episodes, explained variance. Pure functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 from typing import Any
@@ -81,6 +81,7 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
 LogMetrics = Mapping[str, Sequence[Any]]
 """log name -> (metric, "mean" or "median") or (metric, reduction, (other metric, its value))."""
 
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], Any]] = {"mean": np.mean, "median": np.median}
 SUCCESS_ONLY: LogMetrics = {"success": ("success", "mean")}
 
 
@@ -95,6 +96,5 @@ def summarize_episodes(
     for name, (metric, reduction, *condition) in log_metrics.items():
         chosen = [r for r in records if not condition or r.get(condition[0][0]) == condition[0][1]]
         values = [float(r[metric]) for r in chosen if r.get(metric) is not None]
-        reduce = {"mean": np.mean, "median": np.median}[reduction]
-        summary[name] = float(reduce(values)) if values else None
+        summary[name] = float(_REDUCTIONS[reduction](values)) if values else None
     return summary

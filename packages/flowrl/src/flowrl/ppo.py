@@ -251,7 +251,7 @@ class PPO:
             nn.utils.clip_grad_norm_(group, config.max_grad_norm) if group else zero for group in self.groups
         ]
         bad = ~torch.isfinite(torch.stack([loss.detach(), *norms])).all()
-        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = bad.float()
         self.optimizer.step()
         return torch.stack(
             [pg_loss.detach(), v_loss.detach(), kl, kl_decision, clip_fraction, norms[0], bad.float()]

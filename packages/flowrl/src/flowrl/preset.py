@@ -54,7 +54,7 @@ def with_preset[Config: (TrainConfig, EvalConfig)](
     """Defaults with the preset's values in their place. An evaluation takes what it has in common with training."""
     fields = {field.name for field in dataclasses.fields(defaults)}
     shared = ("env_id", "rename", "task", "seconds")
-    values = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in preset["train"].items()
         if name in fields and (isinstance(defaults, TrainConfig) or name in shared)

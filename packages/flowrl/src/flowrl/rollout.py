@@ -60,7 +60,7 @@ class Episode:
             "decisions": len(self.rewards),
             "return": self.return_,
         }
-        about = {
+        about: dict[str, Any] = {
             name: self.reset_info[name] for name in ("piece", "square", "task") if name in self.reset_info
         }
         return {**own, **about, **self.metrics}
@@ -223,7 +223,7 @@ class _Fleet:
             if "index" in self.options:
                 options["index"][env] = scene.index
         with environment_errors("resetting the environments"):
-            self.observation, infos = self.vec_env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+            self.observation, infos = self.vec_env.reset(seed=seeds, options=options)
         for env, (number, scene) in started.items():
             info = info_of(infos, env)
             task = info.get("task") or self.default_task

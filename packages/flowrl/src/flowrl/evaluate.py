@@ -1,0 +1,204 @@
+"""Evaluation on fixed scenes: success with its interval, and the paired comparison of two policies."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.checkpoint import load_policy, load_training_state
+from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.errors import FlowRLError
+from flowrl.metrics import LogMetrics, paired_difference, wilson_interval
+from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.noise import NoiseModel
+from flowrl.progress import tell
+from flowrl.record import describe_machine, write_json
+from flowrl.scenes import fixed_scenes
+from flowrl.train import LoadPolicy, prepare_torch
+from flowrl.validate import log_metrics_of, summary, validate
+from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
+
+RESULTS, VERSUS = "eval_results.json", "versus.json"
+
+
+def evaluate(config: EvalConfig, load: LoadPolicy = load_policy) -> Path:
+    """Evaluates one policy, or two on the same scenes, and returns the folder of the results.
+
+    Raises:
+        FlowRLError: bad input, failing environment, or a folder with results of other settings.
+    """
+    check_config(config)
+    if not config.fast:
+        raise FlowRLError(
+            "flowrl-eval without --fast: not available yet; add --fast (same scenes, batched over environments)"
+        )
+    out = Path(config.out or Path("outputs/eval") / policy_name(config.policy))
+    if not config.versus:
+        evaluate_one(config, config.policy, out, load)
+        return out
+    names = policy_name(config.policy), policy_name(config.versus)
+    if names[0] == names[1]:
+        names = f"{names[0]}-1", f"{names[1]}-2"
+    own = evaluate_one(config, config.policy, out / names[0], load)
+    other = evaluate_one(config, config.versus, out / names[1], load)
+    comparison = paired_difference(_successes(other), _successes(own))
+    write_json(
+        out / VERSUS,
+        {
+            "policy": config.policy,
+            "versus": config.versus,
+            "episodes": len(own["episodes"]),
+            "paired_difference": comparison.paired_difference,
+            "ci95": comparison.ci95,
+            "mcnemar_p": comparison.mcnemar_p,
+            "both": comparison.both,
+            "only_policy": comparison.only_second,
+            "only_versus": comparison.only_first,
+            "neither": comparison.neither,
+        },
+    )
+    low, high = comparison.ci95
+    tell(
+        f"{config.policy} minus {config.versus}: {100 * comparison.paired_difference:+.1f} points "
+        f"({100 * low:+.1f} to {100 * high:+.1f}), p {comparison.mcnemar_p:.3g}, {len(own['episodes'])} scenes"
+    )
+    return out
+
+
+def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> dict[str, Any]:
+    """Evaluates one policy into `out`; finished results of the same settings are read instead."""
+    settings = {
+        "policy": path,
+        "weights_sha256": _weights_hash(path),
+        **{
+            name: getattr(config, name)
+            for name in ("env_id", "env_kwargs", "rename", "task", "episodes", "seed")
+        },
+        **{name: getattr(config, name) for name in ("seconds", "fast", "noise", "expert_fp32")},
+    }
+    settings = json.loads(json.dumps(settings))
+    if (finished := _finished_results(out, settings)) is not None:
+        tell(f"{out / RESULTS}: finished before, not repeated")
+        return finished
+
+    device = prepare_torch(config.device, config.torch_threads)
+    policy = load(
+        path,
+        device=device,
+        expert_dtype="float32" if config.expert_fp32 else "loaded",
+        rename=parse_rename(config.rename),
+    )
+    noise = _trained_noise(path, policy) if config.noise else None
+    spec = find_spec(config.env_id)
+    kwargs = resolve_env_kwargs(spec, parse_env_kwargs(config.env_kwargs), config.seconds, policy.spec)
+    vec_env = make_vector_env(config.env_id, min(config.workers, config.episodes), kwargs)
+    failed = True
+    try:
+        check_spaces(vec_env, policy.spec)
+        scenes = fixed_scenes(config.seed, config.episodes)
+        records = validate(policy, vec_env, scenes, label=path, default_task=config.task, noise=noise)
+        log_metrics = log_metrics_of(vec_env)
+        failed = False
+    finally:
+        close_vector_env(vec_env, failed)
+    results = {
+        "settings": settings,
+        "environment": {"id": config.env_id, "kwargs": {**spec.kwargs, **kwargs}},
+        "n_action_steps": policy.spec.n_action_steps,
+        "chunk_size": policy.spec.chunk_size,
+        **describe_machine(device),
+        "summary": summarize(records, log_metrics),
+        "episodes": records,
+    }
+    write_json(out / RESULTS, results)
+    numbers = results["summary"]
+    tell(
+        f"{path}: {numbers['successes']}/{numbers['episodes']} = {numbers['success']:.1%} "
+        f"({numbers['ci95'][0]:.1%} to {numbers['ci95'][1]:.1%}); {out / RESULTS}"
+    )
+    return results
+
+
+def summarize(records: Sequence[Mapping[str, Any]], log_metrics: LogMetrics) -> dict[str, Any]:
+    """Counts, rate and Wilson interval of success, for all and by each metric that the environment reports it by.
+
+    Raises:
+        FlowRLError: the environment reports no success.
+    """
+    if any(record.get("success") is None for record in records):
+        raise FlowRLError(
+            'the environment reports no success in info["is_success"] or info["episode_metrics"]'
+        )
+    keys = {condition[0][0] for _, _, *condition in log_metrics.values() if condition}
+    groups = {
+        key: {
+            str(value): _success([r for r in records if r.get(key) == value])
+            for value in sorted({r[key] for r in records if r.get(key) is not None}, key=str)
+        }
+        for key in sorted(keys)
+    }
+    return {**summary([dict(r) for r in records], log_metrics), **_success(records), "by": groups}
+
+
+def policy_name(path: str) -> str:
+    """A folder name for a policy: its own, with the run's in front of names that every run has."""
+    parts = Path(path).parts
+    own = parts[-1] if parts else "policy"
+    generic = own in ("best", "last") or own.startswith("iter_")
+    return f"{parts[-2]}-{own}" if generic and len(parts) > 1 else own
+
+
+def _success(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    successes = sum(bool(record["success"]) for record in records)
+    interval = wilson_interval(successes, len(records))
+    return {
+        "episodes": len(records),
+        "successes": successes,
+        "success": successes / len(records),
+        "ci95": interval,
+    }
+
+
+def _successes(results: Mapping[str, Any]) -> list[bool]:
+    return [bool(record["success"]) for record in results["episodes"]]
+
+
+def _trained_noise(path: str, policy: FlowPolicy) -> NoiseModel:
+    """The noise that the checkpoint was trained with."""
+    state = load_training_state(path)
+    names = ("sigma_start", "sigma_end", "basis", "num_modes", "learn_sigma")
+    missing = [name for name in names if name not in state.sampler]
+    if missing:
+        raise FlowRLError(f"--noise: {path} stores no exploration noise; evaluate without it")
+    noise = NoiseModel(policy.spec, **{name: state.sampler[name] for name in names})
+    if noise.learn_sigma:
+        state.restore_module("noise", noise)
+    return noise.to(policy.device)
+
+
+def _finished_results(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    path = out / RESULTS
+    if not path.is_file():
+        return None
+    try:
+        results = json.loads(path.read_text())
+        finished = results["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlowRLError(
+            f"{path}: no results of flowrl-eval ({error}); choose another --out or delete it"
+        ) from error
+    if finished != settings:
+        different = sorted(name for name in settings if settings[name] != finished.get(name))
+        raise FlowRLError(
+            f"{path}: results with other {', '.join(different)}; choose another --out or delete it"
+        )
+    return results
+
+
+def _weights_hash(path: str) -> str | None:
+    weights = Path(path) / "model.safetensors"
+    if not weights.is_file():
+        return None
+    with weights.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

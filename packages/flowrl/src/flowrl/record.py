@@ -1,0 +1,142 @@
+"""What a run writes beside its checkpoints: args.json, log.jsonl, TensorBoard events."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from flowrl.errors import FlowRLError
+from flowrl.metrics import LogMetrics
+
+PACKAGES = ("flowrl", "torch", "lerobot", "transformers", "gymnasium", "mujoco", "numpy", "safetensors")
+UPDATE_FIELDS = (
+    *(
+        "kl",
+        "kl_decision",
+        "clip_fraction",
+        "pg_loss",
+        "v_loss",
+        "explained_variance",
+        "grad_norm",
+        "grad_cosine",
+    ),
+    *("ratio_max_dev", "sigma_mean", "epochs_done", "kl_stop", "lr", "skipped"),
+)
+TIME_FIELDS = ("rollout_s", "rollout_parts", "update_s", "val_seconds")
+
+
+def empty_line(iteration: int, log_metrics: LogMetrics) -> dict[str, Any]:
+    """A line of log.jsonl with every field in its order, null where nothing is known yet."""
+    names = ("success", "return", *(name for name in log_metrics if name not in ("success", "return")))
+    fields = ["decisions", "train_episodes", *(f"train_{name}" for name in names)]
+    fields += ["val_episodes", *(f"val_{name}" for name in names), *UPDATE_FIELDS, *TIME_FIELDS]
+    return {"iteration": iteration, **dict.fromkeys(fields)}
+
+
+def check_unused(out: Path) -> None:
+    """Raises FlowRLError when the out folder exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FlowRLError(f"--out {out}: already used; choose another, or continue that run with --resume")
+
+
+class Record:
+    """The files of one run, in its out folder.
+
+    Args:
+        out: The folder; created.
+
+    Raises:
+        FlowRLError: the folder was used before, or cannot be written.
+    """
+
+    def __init__(self, out: Path) -> None:
+        check_unused(out)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self._log = (out / "log.jsonl").open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(out))
+        self.out = out
+
+    def write_args(self, args: Mapping[str, Any]) -> None:
+        """Everything that is needed to repeat the run, as args.json."""
+        write_json(self.out / "args.json", args)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Appends one line; it is in the file when this returns."""
+        with writing(self.out / "log.jsonl"):
+            self._log.write(json.dumps(line, allow_nan=False) + "\n")
+            self._log.flush()
+            for name, value in line.items():
+                if isinstance(value, int | float) and name != "iteration":
+                    group = name.partition("_")[0] if name.startswith(("train_", "val_")) else "update"
+                    self._board.add_scalar(f"{group}/{name}", value, line["iteration"])
+            self._board.flush()
+
+    def close(self) -> None:
+        self._log.close()
+        self._board.close()
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Versions, git commit of the working directory and the machine, for a record."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": git_commit(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "machine": platform.platform(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the working directory, with "+changes" when files differ from it; None outside a repository."""
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        )
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file whole or not at all. Dataclasses become objects, other strangers their text."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tells a failing write (no space, no permission) in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise FlowRLError(
+            f"{path}: cannot be written ({error.strerror or error}); nothing written before is lost"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.item() if hasattr(value, "item") else str(value)

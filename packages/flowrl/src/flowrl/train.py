@@ -1,0 +1,291 @@
+"""Training: the loop, and the run that it works on."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector.utils import create_empty_array
+
+from flowrl.checkpoint import load_policy, save_checkpoint
+from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.errors import FlowRLError
+from flowrl.gae import estimate_advantages, normalize_advantages
+from flowrl.metrics import explained_variance
+from flowrl.policy.critic import Critic
+from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.noise import NoiseModel
+from flowrl.ppo import PPO
+from flowrl.progress import Progress, tell
+from flowrl.record import Record, check_unused, describe_machine, empty_line
+from flowrl.rollout import Rollout, collect
+from flowrl.scenes import fixed_scenes, overlap, training_scenes
+from flowrl.stop import StopRequest
+from flowrl.validate import episode_records, log_metrics_of, success_bound, summary, validate
+from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
+
+LoadPolicy = Callable[..., FlowPolicy]
+
+
+def train(
+    config: TrainConfig, load: LoadPolicy = load_policy, preset: Mapping[str, Any] | None = None
+) -> Path:
+    """Trains and returns the run's folder. On SIGINT or SIGTERM the current step is finished and saved.
+
+    A rollout that is interrupted is dropped: its scenes have trained nothing, and count as unused.
+
+    Args:
+        config: All flags, presets applied.
+        load: Makes the policy: `load(path, device=..., expert_dtype=..., rename=...)`.
+        preset: What the policy's preset had set, for the record.
+
+    Raises:
+        FlowRLError: bad input, failing environment, or a diverged update.
+    """
+    with StopRequest() as stop, Run(config, load, preset or {}) as run:
+        for iteration in range(config.iterations + 1):
+            line = empty_line(iteration, run.log_metrics)
+            if iteration > 0:
+                rollout = run.collect(iteration, stop)
+                if rollout.interrupted:
+                    break
+                line |= run.learn(iteration, rollout)
+                del rollout  # its decisions fill the device's memory
+            if iteration % config.val_every == 0:
+                line |= run.validate(iteration)
+            run.record.log(line)
+            run.report(line)
+            run.iteration = iteration
+            if iteration > 0 and iteration % config.save_every == 0:
+                run.save(f"iter_{iteration:04d}")
+                run.save("last")
+            if stop.requested:
+                break
+        run.save("last")
+        tell(f"{'stopped' if stop.requested else 'done'} after iteration {run.iteration}: {run.out}")
+    return run.out
+
+
+class Run:
+    """Policy, environments, optimizer and record of one training run; a context manager.
+
+    Attributes:
+        iteration: The last complete one.
+        next_index: Index of the first training scene that was never used.
+        best_bound: Lower bound of the best validation success so far.
+    """
+
+    def __init__(self, config: TrainConfig, load: LoadPolicy, preset: Mapping[str, Any]) -> None:
+        check_config(config)
+        if config.resume:
+            raise FlowRLError(
+                "--resume: not available yet; start a new run from the checkpoint with --policy OUT/last"
+            )
+        device = prepare_torch(config.device, config.torch_threads)
+        self.config = config
+        self.out = Path(config.out or Path("runs") / Path(config.policy).name)
+        check_unused(self.out)
+        self.policy = load(
+            config.policy,
+            device=device,
+            expert_dtype="loaded" if config.expert_bf16 else "float32",
+            rename=parse_rename(config.rename),
+        )
+        spec = find_spec(config.env_id)
+        self.env_kwargs = parse_env_kwargs(config.env_kwargs)
+        kwargs = resolve_env_kwargs(spec, self.env_kwargs, config.seconds, self.policy.spec)
+        self.vec_env = make_vector_env(config.env_id, config.envs, kwargs)
+        self.failed = False
+        self.log_metrics = log_metrics_of(self.vec_env)
+        self.iteration, self.next_index, self.best_bound = 0, 0, -1.0
+        try:
+            check_spaces(self.vec_env, self.policy.spec)
+            self._check_scenes()
+            self._build_learner(device)
+            self.record = Record(self.out)
+            self.record.write_args(
+                {
+                    "flags": dataclasses.asdict(config),
+                    "preset": dict(preset),
+                    "environment": {"id": config.env_id, "kwargs": {**spec.kwargs, **kwargs}},
+                    **describe_machine(device),
+                }
+            )
+        except FlowRLError:
+            close_vector_env(self.vec_env, failed=True)
+            raise
+
+    def _build_learner(self, device: torch.device) -> None:
+        config = self.config
+        self.noise = NoiseModel(
+            self.policy.spec,
+            sigma_start=config.sigma_start,
+            sigma_end=config.sigma_end,
+            basis=config.noise_basis,
+            num_modes=config.noise_modes if config.noise_basis == "dct" else None,
+            learn_sigma=config.learn_sigma,
+        ).to(device)
+        blank = create_empty_array(self.vec_env.single_observation_space, n=2, fn=np.zeros)
+        features = self.policy.prefix_features(self.policy.encode(blank, ["task"] * 2))
+        torch.manual_seed(config.train_seed)
+        self.critic = Critic(features.shape[1]).to(device)
+        self.ppo = PPO(self.policy, self.noise, self.critic, config)
+
+    def _check_scenes(self) -> None:
+        """Where scenes are told apart by seeds alone, training and validation must not share one."""
+        config = self.config
+        if "index" in self.vec_env.metadata.get("reset_options", ()):
+            return
+        shared = overlap(
+            training_scenes(config.train_seed, 0, config.iterations * config.episodes),
+            fixed_scenes(config.val_seed, config.val_episodes),
+        )
+        if shared:
+            raise FlowRLError(
+                f"--val-seed {config.val_seed}: {len(shared)} of its seeds are training seeds; choose another"
+            )
+
+    def collect(self, iteration: int, stop: StopRequest) -> Rollout:
+        """The iteration's training episodes, with exploration noise, on scenes that were never used."""
+        config = self.config
+        with Progress(f"iteration {iteration}: episodes", config.episodes, "episode") as progress:
+            try:
+                return collect(
+                    self.policy,
+                    self.vec_env,
+                    training_scenes(config.train_seed, self.next_index, config.episodes),
+                    self.noise,
+                    early_stop=config.early_stop,
+                    keep_decisions=True,
+                    keep_final_features=config.bootstrap_truncated,
+                    default_task=config.task,
+                    on_episode=lambda _: progress.advance(),
+                    should_stop=lambda: stop.requested,
+                )
+            except FlowRLError:
+                if not stop.requested:
+                    raise
+                self.failed = True  # the signal went to the whole process group and ended the workers too
+                return Rollout([], None, {}, 0, interrupted=True)
+
+    def learn(self, iteration: int, rollout: Rollout) -> dict[str, Any]:
+        """Advantages and update; returns the training fields of the log."""
+        start = time.perf_counter()
+        config, decisions = self.config, rollout.decisions
+        assert decisions is not None
+        with torch.no_grad():
+            values = self.critic(decisions.features).cpu().numpy()
+        advantages, returns = np.zeros(len(decisions)), np.zeros(len(decisions))
+        for episode in rollout.episodes:
+            rows = np.nonzero(decisions.episode == episode.number)[0]
+            rows = rows[np.argsort(decisions.order[rows])]
+            final_value = 0.0
+            if episode.final_features is not None:
+                with torch.no_grad():
+                    final_value = float(self.critic(episode.final_features[None]))
+            advantages[rows], returns[rows] = estimate_advantages(
+                np.array(episode.rewards), values[rows], final_value, config.gamma, config.lam
+            )
+        with Progress(
+            f"iteration {iteration}: update", config.epochs * len(decisions), "decision"
+        ) as progress:
+            stats = self.ppo.update(
+                decisions, normalize_advantages(advantages), returns, iteration, progress.advance
+            )
+        self.next_index += config.episodes
+        fields = {
+            f"train_{name}": value
+            for name, value in summary(episode_records(rollout), self.log_metrics).items()
+        }
+        return (
+            fields
+            | dataclasses.asdict(stats)
+            | {
+                "decisions": len(decisions),
+                "explained_variance": explained_variance(values, returns),
+                "sigma_mean": float(self.noise.sigma().detach().mean()),
+                "rollout_s": round(sum(rollout.seconds.values()), 3),
+                "rollout_parts": rollout.parts(),
+                "update_s": round(time.perf_counter() - start, 3),
+            }
+        )
+
+    def validate(self, iteration: int) -> dict[str, Any]:
+        """Noise-free success on the fixed scenes; the best so far is kept in best/."""
+        start = time.perf_counter()
+        records = validate(
+            self.policy,
+            self.vec_env,
+            fixed_scenes(self.config.val_seed, self.config.val_episodes),
+            label=f"iteration {iteration}: validation",
+            default_task=self.config.task,
+        )
+        bound = success_bound(records)
+        if bound is not None and bound >= self.best_bound:
+            self.best_bound = bound
+            self.iteration = iteration
+            self.save("best")
+        fields = {f"val_{name}": value for name, value in summary(records, self.log_metrics).items()}
+        return fields | {"val_seconds": round(time.perf_counter() - start, 3)}
+
+    def save(self, name: str) -> None:
+        """Writes the checkpoint `name` of the last complete iteration."""
+        save_checkpoint(
+            self.out / name,
+            self.policy,
+            noise=self.noise,
+            critic=self.critic,
+            optimizers={"ppo": self.ppo.optimizer},
+            meta={
+                "iteration": self.iteration,
+                "next_index": self.next_index,
+                "best_bound": self.best_bound,
+                "lr": self.ppo.lr,
+                "env_kwargs": self.env_kwargs,
+                "flags": dataclasses.asdict(self.config),
+            },
+        )
+
+    def report(self, line: Mapping[str, Any]) -> None:
+        """One readable line about an iteration."""
+        parts = [f"iteration {line['iteration']}:"]
+        for kind in ("train", "val"):
+            if line[f"{kind}_success"] is not None:
+                parts.append(f"{kind} success {line[f'{kind}_success']:.1%} of {line[f'{kind}_episodes']},")
+            elif line[f"{kind}_return"] is not None:
+                parts.append(f"{kind} return {line[f'{kind}_return']:.3g},")
+        if line["kl"] is not None:
+            parts.append(f"kl {line['kl']:.2g}, clipped {line['clip_fraction']:.1%}, lr {line['lr']:.2g},")
+        times = {"rollout": line["rollout_s"], "update": line["update_s"], "validation": line["val_seconds"]}
+        parts += [f"{name} {seconds:.1f} s" for name, seconds in times.items() if seconds is not None]
+        tell(" ".join(parts))
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.record.close()
+        close_vector_env(self.vec_env, failed=self.failed or error is not None)
+
+
+def prepare_torch(device: str, num_threads: int) -> torch.device:
+    """Chooses the device and sets what likelihoods depend on: float32 products in float32, never TF32.
+
+    Raises:
+        FlowRLError: CUDA is asked for and not there.
+    """
+    torch.set_num_threads(num_threads)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        number = int(device.partition(":")[2] or 0)
+        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+            raise FlowRLError(
+                f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
+            )
+    return torch.device(device)

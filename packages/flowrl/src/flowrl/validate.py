@@ -1,0 +1,61 @@
+"""Noise-free success on fixed scenes, during training and in an evaluation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+
+from flowrl.metrics import SUCCESS_ONLY, LogMetrics, summarize_episodes, wilson_interval
+from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.noise import NoiseModel
+from flowrl.progress import Progress
+from flowrl.rollout import Rollout, collect
+from flowrl.scenes import Scene
+
+
+def validate(
+    policy: FlowPolicy,
+    vec_env: VectorEnv,
+    scenes: Sequence[Scene],
+    *,
+    label: str,
+    default_task: str = "",
+    noise: NoiseModel | None = None,
+) -> list[dict[str, Any]]:
+    """One record per scene, in order; without exploration noise unless it is given.
+
+    Spoilt episodes run on (early_stop False): success here means what it means in an evaluation.
+    """
+    with Progress(label, len(scenes), "episode") as progress:
+        rollout = collect(
+            policy,
+            vec_env,
+            scenes,
+            noise,
+            early_stop=False,
+            default_task=default_task,
+            on_episode=lambda _: progress.advance(),
+        )
+    return episode_records(rollout)
+
+
+def episode_records(rollout: Rollout) -> list[dict[str, Any]]:
+    """The episodes' records in the order of their scenes."""
+    return [episode.record() for episode in rollout.episodes]
+
+
+def log_metrics_of(vec_env: VectorEnv) -> LogMetrics:
+    """What the environment wants reported; success alone when it does not say."""
+    return vec_env.metadata.get("log_metrics", SUCCESS_ONLY)
+
+
+def summary(records: Sequence[dict[str, Any]], log_metrics: LogMetrics) -> dict[str, Any]:
+    """`episodes`, `return`, and a number for each of the environment's metrics."""
+    metrics = {"success": ("success", "mean"), "return": ("return", "mean"), **log_metrics}
+    return {"episodes": len(records), **summarize_episodes(records, metrics)}
+
+
+def success_bound(records: Sequence[dict[str, Any]]) -> float | None:
+    """Lower end of the 95 % interval of the success rate; None for an environment that reports no success."""
+    successes = [bool(r["success"]) for r in records if r.get("success") is not None]
+    return wilson_interval(sum(successes), len(successes))[0] if successes else None

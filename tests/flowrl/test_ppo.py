@@ -1,0 +1,292 @@
+"""The loss by hand, and the update loop on stored chains of the toy policy."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.config import TrainConfig
+from flowrl.errors import FlowRLError
+from flowrl.policy.critic import Critic
+from flowrl.policy.noise import NoiseModel
+from flowrl.ppo import (
+    PPO,
+    adapted_lr,
+    approx_kl,
+    clipped_loss,
+    executed_mask,
+    log_ratio,
+    masked_mean,
+)
+from toy import SPEC, ToyPolicy, toy_decisions
+
+CONFIG = TrainConfig(
+    minibatch=7, epochs=2, lr=1e-3, critic_warmup=0, target_kl=10.0, sigma_start=0.3, sigma_end=0.1
+)
+
+
+def learner(config=CONFIG, **noise_settings) -> PPO:
+    policy = ToyPolicy()
+    noise = NoiseModel(SPEC, sigma_start=0.3, sigma_end=0.1, **noise_settings)
+    torch.manual_seed(0)
+    return PPO(policy, noise, Critic(2), config)
+
+
+def parameters(ppo: PPO) -> dict[str, torch.Tensor]:
+    modules = {"policy": ppo.policy.module, "noise": ppo.noise, "critic": ppo.critic}
+    return {
+        f"{name}.{key}": p.detach().clone()
+        for name, m in modules.items()
+        for key, p in m.state_dict().items()
+    }
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def random_signal(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    advantages = rng.standard_normal(count)
+    return (advantages - advantages.mean()) / advantages.std(), rng.standard_normal(count)
+
+
+# -- pure functions ---------------------------------------------------------------------------------------------------
+
+
+def test_clipped_loss_by_hand():
+    # ratios 1.5, 0.5, 1.1 with clip 0.2:
+    #   A = +1: min(1.5, 1.2) = 1.2   min(0.5, 0.8) = 0.5    min(1.1, 1.1) = 1.1
+    #   A = -2: min(-3, -2.4) = -3    min(-1, -1.6) = -1.6   min(-2.2, -2.2) = -2.2
+    ratios = torch.tensor([1.5, 0.5, 1.1]).log().expand(2, 3)
+    loss, clip_fraction = clipped_loss(ratios, torch.tensor([1.0, -2.0]), torch.ones(2, 3), clip=0.2)
+    assert float(loss) == pytest.approx(-(1.2 + 0.5 + 1.1 - 3.0 - 1.6 - 2.2) / 6)
+    assert float(clip_fraction) == pytest.approx(4 / 6)
+
+
+def test_log_ratio_of_a_step_is_the_sum_over_its_elements_and_of_a_chunk_over_all():
+    old, new = torch.zeros(1, 2, 2, 1), torch.tensor([[[[0.1], [0.2]], [[0.3], [0.4]]]])
+    mask = torch.ones(1, 1, 2, 1)
+    assert torch.equal(log_ratio(new, old, mask, "element"), new)
+    torch.testing.assert_close(log_ratio(new, old, mask, "step"), torch.tensor([[0.3, 0.7]]))
+    torch.testing.assert_close(log_ratio(new, old, mask, "chunk"), torch.tensor([1.0]))
+    mask[0, 0, 1] = 0.0
+    torch.testing.assert_close(log_ratio(new, old, mask, "step"), torch.tensor([[0.1, 0.3]]))
+    torch.testing.assert_close(log_ratio(new, old, mask, "chunk"), torch.tensor([0.4]))
+
+
+def test_log_ratio_is_clamped_so_that_the_loss_stays_finite():
+    ratios = log_ratio(
+        torch.tensor([[[[500.0]]]]), torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1), "element"
+    )
+    assert float(ratios) == 20.0
+    loss, _ = clipped_loss(ratios, torch.tensor([-1.0]), torch.ones(1, 1, 1, 1), 0.2)
+    assert math.isfinite(float(loss))
+
+
+def test_kl_estimate_by_hand_per_element_and_per_decision():
+    # log-ratios 0.1 and -0.2: k3 = e^0.1 - 1 - 0.1 = 0.0051709 and e^-0.2 - 1 + 0.2 = 0.0187308
+    new = torch.tensor([[[[0.1]], [[-0.2]]], [[[0.0]], [[0.0]]]])
+    kl, kl_decision = approx_kl(new, torch.zeros_like(new), torch.ones(2, 1, 1, 1))
+    assert float(kl) == pytest.approx((0.0051709 + 0.0187308) / 4, abs=1e-6)
+    assert float(kl_decision) == pytest.approx((0.0051709 + 0.0187308) / 2, abs=1e-6)
+
+
+def test_kl_estimate_approaches_that_of_two_gaussians():
+    old, new = torch.distributions.Normal(0.0, 0.5), torch.distributions.Normal(0.05, 0.5)
+    x = old.sample((20_000, 1, 1, 1))
+    kl, _ = approx_kl(new.log_prob(x), old.log_prob(x), torch.ones(20_000, 1, 1, 1))
+    assert float(kl) == pytest.approx(float(torch.distributions.kl_divergence(old, new)), rel=0.1)
+
+
+def test_masked_mean_of_nothing_is_0():
+    assert float(masked_mean(torch.ones(2, 3), torch.zeros(2, 1))) == 0.0
+
+
+def test_targets_that_never_ran_do_not_count_in_the_white_basis_and_do_in_cosine_modes():
+    num_executed = torch.tensor([4, 1])
+    white = executed_mask(num_executed, NoiseModel(SPEC, sigma_start=0.3, sigma_end=0.1))
+    assert white[:, 0, :, 0].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    cosine = executed_mask(
+        num_executed, NoiseModel(SPEC, sigma_start=0.3, sigma_end=0.1, basis="dct", num_modes=2)
+    )
+    assert cosine[:, 0, :, 0].tolist() == [[1, 1], [1, 1]]
+
+
+def test_adapted_learning_rate_moves_by_a_factor_of_a_half_to_two():
+    assert adapted_lr(1e-4, kl=1e-3, target=1e-3) == pytest.approx(1e-4)
+    assert adapted_lr(1e-4, kl=2e-3, target=1e-3) == pytest.approx(1e-4 / 2**0.5)
+    assert adapted_lr(1e-4, kl=1.0, target=1e-3) == pytest.approx(5e-5)
+    assert (
+        adapted_lr(1e-4, kl=1e-9, target=1e-3) == adapted_lr(1e-4, kl=0.0, target=1e-3) == pytest.approx(2e-4)
+    )
+
+
+# -- the update -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"basis": "dct", "num_modes": 2}, {"learn_sigma": True}])
+def test_unchanged_policy_has_ratio_1_bit_for_bit(settings):
+    ppo = learner(**settings)
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20, round_size=3)
+    stats = ppo.update(decisions, *random_signal(20), iteration=1)
+    assert stats.ratio_max_dev == 0.0
+
+
+def test_first_minibatch_of_any_size_has_ratio_1_within_1e_3():
+    """One epoch of one step each: the KL of minibatches of another composition than sampled is rounding."""
+    for minibatch in (1, 2, 5, 20):
+        ppo = learner(TrainConfig(minibatch=minibatch, epochs=1, lr=0.0, critic_warmup=0))
+        decisions = toy_decisions(ppo.policy, ppo.noise, 20, round_size=3)
+        stats = ppo.update(decisions, *random_signal(20), iteration=1)
+        assert stats.kl is not None and stats.kl < 1e-6 and stats.clip_fraction == 0.0
+
+
+@pytest.mark.parametrize("unit", ["element", "step", "chunk"])
+def test_update_changes_policy_and_critic_only_where_it_should(unit):
+    ppo = learner(TrainConfig(minibatch=7, lr=1e-3, critic_warmup=0, target_kl=10.0, ratio=unit))
+    before = parameters(ppo)
+    stats = ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+    names = changed(before, parameters(ppo))
+    assert names == {name for name in before if name.startswith(("policy.field.", "critic."))}
+    assert (
+        stats.kl is not None and stats.kl > 0 and stats.clip_fraction is not None and stats.epochs_done == 2
+    )
+    assert stats.kl_decision == pytest.approx(stats.kl * 4 * 4 * 2, rel=0.05)
+
+
+def test_learned_sigma_is_trained():
+    ppo = learner(learn_sigma=True)
+    before = parameters(ppo)
+    ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+    assert "noise.raw_sigma" in changed(before, parameters(ppo))
+
+
+@pytest.mark.parametrize(("iteration", "advantages"), [(1, None), (2, np.zeros(20))])
+def test_warm_up_and_equal_rewards_leave_policy_and_noise_bit_identical(iteration, advantages):
+    config = TrainConfig(minibatch=7, lr=1e-2, critic_warmup=1, learn_sigma=True)
+    ppo = learner(config, learn_sigma=True)
+    before = parameters(ppo)
+    signal, returns = random_signal(20)
+    stats = ppo.update(
+        toy_decisions(ppo.policy, ppo.noise, 20),
+        signal if advantages is None else advantages,
+        returns,
+        iteration,
+    )
+    assert changed(before, parameters(ppo)) == {name for name in before if name.startswith("critic.")}
+    assert stats.lr == 0.0 and stats.kl is None and stats.pg_loss is None and stats.v_loss is not None
+
+
+def test_every_decision_is_used_once_an_epoch_in_another_order():
+    ppo = learner()
+    epochs = [torch.cat(list(ppo._minibatches(20, 1, epoch, torch.device("cpu")))) for epoch in range(2)]
+    assert [len(batch) for batch in ppo._minibatches(20, 1, 0, torch.device("cpu"))] == [7, 7, 6]
+    assert sorted(epochs[0].tolist()) == sorted(epochs[1].tolist()) == list(range(20))
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_remainder_of_one_decision_is_finite(count):
+    ppo = learner()
+    rng = np.random.default_rng(0)
+    stats = ppo.update(
+        toy_decisions(ppo.policy, ppo.noise, count),
+        rng.standard_normal(count),
+        rng.standard_normal(count),
+        iteration=1,
+    )
+    assert stats.skipped == 0 and all(torch.isfinite(p).all() for p in parameters(ppo).values())
+
+
+def test_update_is_repeatable_bit_for_bit():
+    results = []
+    for _ in range(2):
+        ppo = learner()
+        ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+        results.append(parameters(ppo))
+    assert changed(*results) == set()
+
+
+def test_kl_above_its_target_stops_after_the_epoch():
+    ppo = learner(TrainConfig(minibatch=5, epochs=6, lr=3e-2, critic_warmup=0, target_kl=1e-4))
+    stats = ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+    assert stats.kl_stop and stats.epochs_done < 6 and stats.kl is not None and stats.kl > 1e-4
+
+
+def test_minibatch_with_nan_changes_nothing_and_is_counted():
+    ppo = learner(TrainConfig(minibatch=20, epochs=1, lr=1e-2, critic_warmup=0))
+    good = toy_decisions(ppo.policy, ppo.noise, 20)
+    ppo.update(good, *random_signal(20), iteration=1)
+    before, state = parameters(ppo), copy.deepcopy(ppo.optimizer.state_dict()["state"])
+    advantages, returns = random_signal(20)
+    returns[3] = float("nan")
+    stats = ppo.update(good, advantages, returns, iteration=2)
+    assert stats.skipped == 1 and stats.pg_loss is None
+    assert changed(before, parameters(ppo)) == set()
+    for index, values in ppo.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(values[name], state[index][name]) for name in values)
+
+
+def test_three_minibatches_in_a_row_with_nan_stop_the_run():
+    ppo = learner(TrainConfig(minibatch=5, epochs=1, critic_warmup=0))
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+    advantages, returns = random_signal(20)
+    returns[:] = float("inf")
+    with pytest.raises(FlowRLError, match="3 minibatches in a row"):
+        ppo.update(decisions, advantages, returns, iteration=1)
+
+
+def test_single_bad_decision_costs_one_minibatch_of_an_epoch():
+    ppo = learner(TrainConfig(minibatch=5, epochs=2, critic_warmup=0))
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+    decisions.states[3, 2, 1, 0] = float("nan")
+    decisions.rounds = [slice(4, 20)]
+    before = parameters(ppo)
+    stats = ppo.update(decisions, *random_signal(20), iteration=1)
+    assert stats.skipped == 2
+    after = parameters(ppo)
+    assert changed(before, after) and all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_critic_epochs_train_the_critic_alone():
+    advantages, returns = random_signal(20)
+    plain, extra = learner(), learner(TrainConfig(**{**CONFIG.__dict__, "critic_epochs": 5}))
+    for ppo in (plain, extra):
+        ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), advantages, returns, iteration=1)
+    differing = changed(parameters(plain), parameters(extra))
+    assert differing and all(name.startswith("critic.") for name in differing)
+
+
+def test_learning_rate_is_steered_to_the_kl_target():
+    config = TrainConfig(minibatch=20, epochs=4, lr=1e-6, critic_warmup=0, kl_adapt=1e-3, target_kl=10.0)
+    ppo = learner(config)
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+    first = ppo.update(decisions, *random_signal(20), iteration=1)
+    second = ppo.update(decisions, *random_signal(20), iteration=2)
+    assert first.lr == 1e-6 and second.lr == 2e-6
+    assert ppo.optimizer.param_groups[0]["lr"] == 2e-6
+
+
+def test_kernels_that_differ_make_the_update_rescore_the_old_log_probabilities():
+    """Chains stored with slightly wrong log-probabilities stand for a sampler with other kernels."""
+    ppo = learner(TrainConfig(minibatch=20, epochs=1, lr=0.0, critic_warmup=0))
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+    decisions.log_prob += 0.5
+    stats = ppo.update(decisions, *random_signal(20), iteration=1)
+    assert stats.ratio_max_dev == pytest.approx(1 - math.exp(-0.5), rel=1e-3)
+    assert stats.kl is not None and stats.kl < 1e-6
+
+
+def test_gradient_cosine_of_equal_halves_is_1():
+    ppo = learner(TrainConfig(minibatch=5, epochs=1, lr=1e-4, critic_warmup=0, grad_cosine=True))
+    half = toy_decisions(ppo.policy, ppo.noise, 10)
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+    order = torch.arange(10).repeat_interleave(2)
+    decisions.prefix, decisions.states = half.prefix[order], half.states[order]
+    decisions.log_prob, decisions.features = half.log_prob[order], half.features[order]
+    advantages, _ = random_signal(10)
+    stats = ppo.update(decisions, np.repeat(advantages, 2), np.zeros(20), iteration=1)
+    assert stats.grad_cosine == pytest.approx(1.0, abs=1e-4)
