@@ -17,7 +17,7 @@ from python_process import run_python
 from chess_env.env import ChessPickEnv
 from chess_env.errors import ActionError, ChessEnvError, ConfigError, EpisodeError, OptionError, WorkerError
 from chess_env.expert import Expert
-from chess_env.rendering import choose_backend, choose_egl_device
+from chess_env.opengl import choose_backend, choose_egl_device
 from chess_env.so101 import to_units
 
 SMALL = {"image_size": 48, "seconds": 4.0}  # three chunks: 50, 50 and 20 frames

@@ -8,12 +8,12 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from chess_env import so101
+from chess_env import opengl, so101
 from chess_env.chunk import check_actions
 from chess_env.config import CONTROL_HZ, RENDER_MODES, EnvConfig
 from chess_env.errors import ConfigError, EpisodeError, OptionError
 from chess_env.layout import check_seed, torch_seed
-from chess_env.rendering import HumanViewer, OffscreenRenderer, has_display
+from chess_env.rendering import HumanViewer, OffscreenRenderer
 from chess_env.reward import reward_terms
 from chess_env.simulation import Simulation
 from chess_env.state import POSITION_LIMIT_M, read_state, state_names
@@ -148,7 +148,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self.render_mode = render_mode
         self.num_distractors_max = self.config.distractors[1]
         names = state_names(self.num_distractors_max)
-        modes = [mode for mode in RENDER_MODES if mode != "human" or has_display()]
+        modes = [mode for mode in RENDER_MODES if mode != "human" or opengl.has_display()]
         self.metadata = {
             **type(self).metadata,
             "render_modes": modes,

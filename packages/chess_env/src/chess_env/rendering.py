@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 
 from chess_env.config import CONTROL_HZ
 from chess_env.errors import RenderingError
+from chess_env.opengl import choose_backend, choose_egl_device, has_display
 
-BACKENDS = ("egl", "osmesa", "glfw")
 MAX_GEOMS = 2000
 
 _open: "weakref.WeakSet[OffscreenRenderer]" = weakref.WeakSet()
@@ -31,39 +30,10 @@ _registered = False
 _warned = False
 
 
-def choose_backend(environ: Mapping[str, str], platform: str) -> str:
-    """The OpenGL backend: `MUJOCO_GL`, or egl on Linux and the platform's own elsewhere.
-
-    Raises:
-        RenderingError: `MUJOCO_GL` names something else.
-    """
-    value = environ.get("MUJOCO_GL", "").strip().lower()
-    if value == "":
-        return "egl" if platform == "linux" else "native"
-    if value in BACKENDS:
-        return value
-    if platform != "linux" or value in ("enable", "enabled", "on", "true", "1", "glx"):
-        return "native"
-    raise RenderingError(
-        f"MUJOCO_GL={environ['MUJOCO_GL']!r}: allowed are {', '.join(BACKENDS)}; egl needs no display, osmesa no driver"
-    )
-
-
-def choose_egl_device(environ: Mapping[str, str]) -> str | None:
-    """Device id for `MUJOCO_EGL_DEVICE_ID` in a process of a multi-GPU job, None to leave MuJoCo's choice.
-
-    Each rank (`LOCAL_RANK`) renders on a device of its own, counted among the visible ones; an id that is already set
-    stays.
-    """
-    rank = environ.get("LOCAL_RANK", "")
-    if "MUJOCO_EGL_DEVICE_ID" in environ or not rank.isdigit():
-        return None
-    visible = [part for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    return str(int(rank) % len(visible)) if visible else rank
-
-
 def _context_class(backend: str) -> Any:
     """MuJoCo's context class of a backend, imported when it is needed."""
+    if backend == "none":
+        raise RenderingError("OpenGL is turned off")
     if backend == "egl":
         device = choose_egl_device(os.environ)
         if device is not None:
@@ -106,7 +76,7 @@ class OffscreenRenderer:
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
         except Exception as error:  # any library in the way of OpenGL raises its own kind
             self.close()
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise RenderingError(
                 f"no OpenGL context for images (MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}, backend {backend}): {reason}. "
                 "Set MUJOCO_GL=egl (GPU or Mesa), MUJOCO_GL=osmesa (software only), or use observation='state'"
@@ -205,11 +175,6 @@ def _warn_of_software_rendering() -> None:
             "driver's EGL library",
             stacklevel=2,
         )
-
-
-def has_display() -> bool:
-    """Whether a window can be shown here."""
-    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 class HumanViewer:
