@@ -2,7 +2,8 @@
 
     {"env_kwargs": {"distractors": [0, 4]}, "train": {"lr": 3e-5, "noise_basis": "dct"}}
 
-`train` holds fields of TrainConfig, `env_kwargs` arguments of the environment. Explicit flags override both.
+`train` holds fields of TrainConfig, `env_kwargs` arguments of the environment. Explicit flags override both. A checkpoint of
+flowrl-train also brings the environment arguments it was trained with, in `flowrl.json`; they go before the preset's.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flowrl.config import EvalConfig, TrainConfig, flag, parse_env_kwargs
 from flowrl.errors import FlowRLError
 
-PRESET_FILE = "preset.json"
+PRESET_FILE, RECORD_FILE = "preset.json", "flowrl.json"
 NOT_IN_A_PRESET = ("policy", "out", "resume", "device", "env_kwargs")
 
 
@@ -24,12 +25,7 @@ def load_preset(policy: str) -> dict[str, dict[str, Any]]:
         FlowRLError: unreadable file, a key that no flag has, or a value of another type than its flag.
     """
     path = Path(policy) / PRESET_FILE
-    if not path.is_file():
-        return {"env_kwargs": {}, "train": {}}
-    try:
-        preset = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise FlowRLError(f"{path}: cannot be read as JSON ({error}); mend or delete it") from error
+    preset = _read(path)
     if not isinstance(preset, dict) or not all(isinstance(part, dict) for part in preset.values()):
         raise FlowRLError(f"{path}: must be an object of the objects env_kwargs and train")
     unknown = sorted(set(preset) - {"env_kwargs", "train"})
@@ -45,7 +41,17 @@ def load_preset(policy: str) -> dict[str, dict[str, Any]]:
     for name, value in train.items():
         if not _has_type(value, types[name]):
             raise FlowRLError(f"{path}: train.{name} is {value!r}, which {flag(name)} does not take")
-    return {"env_kwargs": preset.get("env_kwargs", {}), "train": train}
+    meta = _read(Path(policy) / RECORD_FILE).get("meta", {})
+    return {"env_kwargs": {**preset.get("env_kwargs", {}), **meta.get("env_kwargs", {})}, "train": train}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise FlowRLError(f"{path}: cannot be read as JSON ({error}); mend or delete it") from error
 
 
 def with_preset[Config: (TrainConfig, EvalConfig)](
@@ -75,7 +81,7 @@ def describe_preset(policy: str, preset: dict[str, dict[str, Any]]) -> str:
     parts = [f"{flag(name)} {value}" for name, value in preset["train"].items()]
     if preset["env_kwargs"]:
         parts.append(f"--env-kwargs '{json.dumps(preset['env_kwargs'])}'")
-    return f"defaults from {Path(policy) / PRESET_FILE}: {' '.join(parts)}" if parts else ""
+    return f"defaults from {policy}: {' '.join(parts)}" if parts else ""
 
 
 def _has_type(value: Any, hint: Any) -> bool:
