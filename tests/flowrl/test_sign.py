@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from flowrl.config import TrainConfig
-from flowrl.flow.sampler import sample_chain
+from flowrl.flow.sampler import episode_noise, sample_chain
 from flowrl.gae import normalize_advantages
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.ppo import PPO
+from flowrl.rollout import Decisions
 from toy import SPEC, ToyPolicy, toy_decisions
 
 NOISES = {
@@ -70,3 +72,47 @@ def test_bandit_is_learned():
         ppo.update(decisions, normalize_advantages(rewards - values), rewards, iteration)
         means.append(rewards.mean())
     assert np.mean(means[-3:]) > np.mean(means[:3]) + 0.3
+
+
+@pytest.mark.parametrize("basis", ["white", "dct"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_smolvla_follows_the_reward(base_folder, make_observation, tasks, basis, sign):
+    """The same with LeRobot's network: the joint that is rewarded moves, from chains with stored prefixes."""
+    num_decisions = 32
+    policy = SmolVLAFlowPolicy.load(base_folder)
+    modes = {"white": {}, "dct": {"basis": "dct", "num_modes": 6}}[basis]
+    noise = NoiseModel(policy.spec, sigma_start=0.2, sigma_end=0.05, **modes)
+    prefix = policy.encode(make_observation(num_decisions), tasks(num_decisions))
+    features = policy.prefix_features(prefix)
+    config = TrainConfig(minibatch=16, epochs=2, lr=1e-3, critic_warmup=0, target_kl=1e9)
+    ppo = PPO(policy, noise, Critic(features.shape[1]), config)
+
+    def draw(iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = [episode_noise(iteration, n, policy.spec, noise.num_elements) for n in range(num_decisions)]
+        return torch.stack([x_0 for x_0, _ in drawn]), torch.stack(
+            [eps for _, eps in drawn if eps is not None]
+        )
+
+    def deterministic(x_0: torch.Tensor) -> np.ndarray:
+        return shift(sample_chain(policy, prefix, x_0).states)
+
+    probe, _ = draw(99)
+    start = deterministic(probe).mean()
+    for iteration in range(1, 3):
+        x_0, eps = draw(iteration)
+        chain = sample_chain(policy, prefix, x_0, noise, eps)
+        assert chain.log_prob is not None
+        decisions = Decisions(
+            prefix=prefix,
+            states=chain.states,
+            log_prob=chain.log_prob,
+            features=features,
+            num_executed=torch.full((num_decisions,), policy.spec.n_action_steps),
+            episode=np.arange(num_decisions),
+            order=np.zeros(num_decisions, dtype=np.int64),
+            rounds=[slice(0, num_decisions)],
+        )
+        rewards = sign * (shift(chain.states) - deterministic(x_0)).astype(np.float64)
+        stats = ppo.update(decisions, normalize_advantages(rewards), rewards, iteration)
+        assert stats.ratio_max_dev == 0.0
+    assert sign * (deterministic(probe).mean() - start) > 0.002

@@ -6,7 +6,7 @@ This file imports neither torch nor lerobot, so that `--help` and a bad flag ans
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -150,7 +150,7 @@ class EvalConfig:
 class RelocateConfig:
     """Rewrite the path of the vision-language model in a checkpoint that was moved, for LeRobot's own tools."""
 
-    folder: tyro.conf.Positional[str]
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Policy folder or checkpoint."""
     vlm_path: str = ""
     """What to write, for example a path relative to the repository's root. Empty: the present absolute path."""
