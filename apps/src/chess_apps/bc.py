@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from chess_env.env import CAMERAS
 from flowrl.errors import FlowRLError
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.policy.tiny import build_smolvla, save_policy_folder
+from flowrl.preset import PRESET_FILE, load_preset
 
 TASK_TOKENS = 32
 """Bytes of the longest instruction; a longer one is refused, not cut."""
@@ -77,6 +79,7 @@ def run(config: CloneConfig) -> None:
     unfinished.mkdir(parents=True)
     wrapped.save(unfinished, final_folder=out)
     write_record(unfinished, config, demos, curve)
+    write_preset(unfinished, config, demos)
     if out.exists():  # the initial weights of a new policy
         shutil.rmtree(out)
     unfinished.rename(out)
@@ -94,8 +97,21 @@ def check(config: CloneConfig) -> None:
         raise FlowRLError(
             "--train expert needs a --policy whose VLM is trained; a new one has random weights"
         )
+    if config.preset is not None and not Path(config.preset).is_file():
+        raise FlowRLError(f"--preset {config.preset}: no such file")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise FlowRLError("--device cuda: torch sees no CUDA device; use --device cpu")
+
+
+def write_preset(out: Path, config: CloneConfig, demos: Demonstrations) -> None:
+    """``preset.json``: the environment that the policy was cloned in, and defaults of training where given."""
+    if config.preset is not None:
+        text = Path(config.preset).read_text()
+    else:
+        kwargs = {"image_size": demos.images.shape[2], "distractors": list(config.record.distractors)}
+        text = json.dumps({"env_kwargs": kwargs, "train": {}}, indent=2) + "\n"
+    (out / PRESET_FILE).write_text(text)
+    load_preset(str(out))
 
 
 def load_demonstrations(config: CloneConfig) -> Demonstrations:

@@ -83,10 +83,9 @@ class CloneConfig:
     """Seed of initial weights, minibatches and noise."""
     device: str = "auto"
     """cpu, cuda, or auto."""
-    val_episodes: int = 0
-    """Noise-free episodes on validation scenes after cloning (0 = none)."""
-    val_envs: int = 2
-    """Environments of that validation."""
+    preset: str | None = None
+    """JSON file with defaults for flowrl-train, copied into the policy folder as preset.json. Without it the preset
+    names the environment arguments of the recorded scenes alone."""
 
 
 @dataclass(frozen=True)

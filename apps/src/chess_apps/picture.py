@@ -43,7 +43,11 @@ def _overview(env: ChessPickEnv, height: int) -> np.ndarray:
     scene = env.simulation.scene
     camera = mujoco.MjvCamera()
     camera.lookat[:] = (board.CENTER_XY[0] - 0.08, board.CENTER_XY[1], 0.06)
-    camera.distance, camera.azimuth, camera.elevation = OVERVIEW_DISTANCE, OVERVIEW_AZIMUTH, OVERVIEW_ELEVATION
+    camera.distance, camera.azimuth, camera.elevation = (
+        OVERVIEW_DISTANCE,
+        OVERVIEW_AZIMUTH,
+        OVERVIEW_ELEVATION,
+    )
     width = height * 4 // 3
     scene.model.vis.global_.offwidth = max(scene.model.vis.global_.offwidth, width)
     with mujoco.Renderer(scene.model, height, width) as renderer:
