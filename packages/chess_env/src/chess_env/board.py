@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from chess_env.errors import ConfigError
 from chess_env.so101 import PAN_AXIS_XY
 
 NUM_FILES = 8
@@ -30,10 +31,10 @@ def square_center(square: str) -> NDArray[np.float64]:
     """World position of a square's centre [m], shape (2,).
 
     Raises:
-        ValueError: not a square such as "e4".
+        ConfigError: not a square such as "e4".
     """
     if square not in SQUARES:
-        raise ValueError(f"square={square!r} is not a square of the board; use a1 to h8, for example 'e4'")
+        raise ConfigError(f"square={square!r} is not a square of the board; use a1 to h8, for example 'e4'")
     file, rank = "abcdefgh".index(square[0]), int(square[1]) - 1
     return np.array([BOARD_NEAR_X + SQUARE_SIZE * (rank + 0.5), SQUARE_SIZE * (NUM_FILES / 2 - 0.5 - file)])
 

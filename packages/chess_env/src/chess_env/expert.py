@@ -167,9 +167,8 @@ class Expert:
             near = above_board < _NEAR_HEIGHT
             least = 10 if near else _HOVER_AT_LEAST + int(variety * rng.integers(-4, 8))
             path.ease(np.append(qpos_hover, gripper), least)
-            pause = int(rng.integers(2, 8))
-            if not near:
-                pause = max(2, HOVER_FRAME + int(rng.integers(-1, 2)) - len(path))
+            jitter = variety * rng.uniform(-1.0, 1.0)
+            pause = round(5 + 3 * jitter) if near else max(2, HOVER_FRAME + round(jitter) - len(path))
             path.hold(pause + int(rng.integers(0, self.config.hesitation_frames + 1)))
         self._descend_and_close(path, grasp, hover, lateral, qpos_hover, gripper, rng)
         self._lift(path, grasp.pose, grasp.local, rng)
@@ -207,11 +206,12 @@ class Expert:
     def _lift(
         self, path: _Path, pose: GraspPose, local: NDArray[np.float64], rng: np.random.Generator
     ) -> None:
+        """Straight up; the tilt gives way, since far squares are at the edge of the reach."""
         qpos = path.last[:NUM_ARM_JOINTS]
         nodes = [qpos]
-        for height in np.linspace(0, LIFT_HEIGHT, 5)[1:]:
-            raised = GraspPose(pose.point_w + np.array([0, 0, height]), pose.tilt, pose.jaw_w)
-            qpos = self.planner.arm.solve(raised, local, qpos).qpos
+        for height in np.linspace(0, LIFT_HEIGHT, 7)[1:]:
+            raised = replace(pose, point_w=pose.point_w + np.array([0, 0, height]))
+            qpos = self.planner.arm.solve(raised, local, qpos, free_tilt=True).qpos
             nodes.append(qpos)
         path.follow(
             np.array(nodes), path.last[5], _LIFT_FRAMES + int(self.config.variety * rng.integers(-2, 4))

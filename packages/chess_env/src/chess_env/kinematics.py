@@ -94,13 +94,16 @@ class ArmKinematics:
         jaw = rotation[:2, 0] / max(float(np.hypot(*rotation[:2, 0])), 1e-9)
         return GraspPose(point, float(np.arctan2(down[:2] @ radial(point), -down[2])), jaw)
 
-    def solve(self, target: GraspPose, local: ArrayLike, start: ArrayLike) -> Solution:
+    def solve(
+        self, target: GraspPose, local: ArrayLike, start: ArrayLike, free_tilt: bool = False
+    ) -> Solution:
         """Joint angles that bring the gripper's point ``local`` [m] to ``target``, searched from ``start`` [rad].
 
+        ``free_tilt`` leaves the tilt open, and so takes the smallest movement of the joints that reaches the place.
         Never raises for an unreachable target: the caller reads ``error``.
         Source: Levenberg-Marquardt with adapted damping, Nocedal and Wright (2006), section 10.3.
         """
-        goal = _Goal.of(target, local)
+        goal = _Goal.of(target, local, 0.0 if free_tilt else _ANGLE_WEIGHT)
         q = np.asarray(start, dtype=np.float64)[:NUM_ARM_JOINTS]
         q = np.minimum(np.maximum(q, self._low), self._high)
         residual, cost = self._residual(q, goal)
@@ -148,7 +151,7 @@ class ArmKinematics:
                 (point[0] - goal.point[0]) * _POSITION_WEIGHT,
                 (point[1] - goal.point[1]) * _POSITION_WEIGHT,
                 (point[2] - goal.point[2]) * _POSITION_WEIGHT,
-                (tilt - goal.tilt) * _ANGLE_WEIGHT,
+                (tilt - goal.tilt) * goal.tilt_weight,
                 turn * _ANGLE_WEIGHT,
             ]
         )
@@ -169,7 +172,8 @@ class ArmKinematics:
         along, across = (*goal.jaw, 0.0), (-goal.jaw[1], goal.jaw[0], 0.0)
         y, x = jaw[0] * across[0] + jaw[1] * across[1], jaw[0] * along[0] + jaw[1] * along[1]
         d_turn = _combine(x, _cross(jaw, across), -y, _cross(jaw, along), max(x * x + y * y, 1e-9))
-        jacobian[3:] = (_ANGLE_WEIGHT * np.array([d_tilt, d_turn])) @ self._jac_rot[:, :NUM_ARM_JOINTS]
+        weights = np.array([[goal.tilt_weight], [_ANGLE_WEIGHT]])
+        jacobian[3:] = (weights * np.array([d_tilt, d_turn])) @ self._jac_rot[:, :NUM_ARM_JOINTS]
         return jacobian
 
     def _gripper_vectors(self, goal: _Goal) -> tuple[Triple, Triple, Triple]:
@@ -194,9 +198,10 @@ class _Goal:
     jaw: tuple[float, float]
     out: tuple[float, float]
     local: Triple
+    tilt_weight: float
 
     @staticmethod
-    def of(target: GraspPose, local: ArrayLike) -> _Goal:
+    def of(target: GraspPose, local: ArrayLike, tilt_weight: float) -> _Goal:
         out = radial(target.point_w)
         return _Goal(
             point=_triple(target.point_w),
@@ -204,6 +209,7 @@ class _Goal:
             jaw=(float(target.jaw_w[0]), float(target.jaw_w[1])),
             out=(float(out[0]), float(out[1])),
             local=_triple(local),
+            tilt_weight=tilt_weight,
         )
 
 

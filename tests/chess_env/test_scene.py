@@ -1,0 +1,259 @@
+"""The compiled scene: what place() leaves behind, how pieces rest, where things are and how they look."""
+
+import dataclasses
+import hashlib
+
+import mujoco
+import numpy as np
+import pytest
+from python_process import run_python
+
+from chess_env import board, so101
+from chess_env.errors import ConfigError, SceneError
+from chess_env.pieces import BLACK_RGBA, PIECE_KINDS, PIECE_MASS
+from chess_env.rendering import OffscreenRenderer
+from chess_env.scene import HIDDEN_GROUP, PIECE_GROUP, ChessScene, Looks, Placement, build_scene
+
+SQUARES = ("e4", "d4", "b2", "h8", "a7", "f3", "g6", "c5")
+
+
+@pytest.fixture(scope="module")
+def scene() -> ChessScene:
+    return build_scene(num_distractors_max=4)
+
+
+def placements(scene: ChessScene, num: int = 8) -> list[Placement]:
+    slots = [0, *scene.distractor_slots("pawn"), *scene.distractor_slots("knight")][:num]
+    return [
+        Placement(
+            slot, tuple(board.square_center(square)), 0.7 * slot, BLACK_RGBA if slot else (0.9, 0.9, 0.9, 1.0)
+        )
+        for slot, square in zip(slots, SQUARES)
+    ]
+
+
+def state_of(scene: ChessScene, data: mujoco.MjData) -> bytes:
+    size = mujoco.mj_stateSize(scene.model, mujoco.mjtState.mjSTATE_INTEGRATION)
+    state = np.empty(size)
+    mujoco.mj_getState(scene.model, data, state, mujoco.mjtState.mjSTATE_INTEGRATION)
+    return state.tobytes()
+
+
+def test_place_is_bit_identical_whatever_came_before(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, placements(scene), so101.HOME_QPOS)
+    first = state_of(scene, data)
+    group, rgba = scene.model.geom_group.copy(), scene.model.geom_rgba.copy()
+    data.ctrl[:] = [1.0, 0.5, 0.5, 0.5, 0.5, 1.0]
+    data.qfrc_applied[:] = 0.1
+    data.xfrc_applied[:] = 0.1
+    mujoco.mj_step(scene.model, data, 300)
+    scene.place(data, placements(scene, 2), so101.HOME_QPOS + 0.1)
+    scene.place(data, placements(scene), so101.HOME_QPOS)
+    assert state_of(scene, data) == first
+    np.testing.assert_array_equal(scene.model.geom_group, group)
+    np.testing.assert_array_equal(scene.model.geom_rgba, rgba)
+    other = build_scene(num_distractors_max=4)
+    other_data = mujoco.MjData(other.model)
+    other.place(other_data, placements(other), so101.HOME_QPOS)
+    assert state_of(other, other_data) == first
+
+
+def test_place_is_bit_identical_in_another_process(scene):
+    data = mujoco.MjData(scene.model)
+    chosen = placements(scene)
+    scene.place(data, chosen, so101.HOME_QPOS)
+    code = (
+        "import hashlib, mujoco, numpy\n"
+        "from chess_env import so101\n"
+        "from chess_env.scene import Placement, build_scene\n"
+        "scene = build_scene(num_distractors_max=4)\n"
+        "data = mujoco.MjData(scene.model)\n"
+        f"chosen = [Placement(*values) for values in {[(p.piece_slot, tuple(map(float, p.xy_m)), p.yaw_rad, p.rgba) for p in chosen]!r}]\n"
+        "scene.place(data, chosen, so101.HOME_QPOS)\n"
+        "print(hashlib.sha256(data.qpos.tobytes() + data.qvel.tobytes()).hexdigest())\n"
+    )
+    expected = hashlib.sha256(data.qpos.tobytes() + data.qvel.tobytes()).hexdigest()
+    assert run_python(code).stdout.strip() == expected
+
+
+def test_placed_pieces_stand_where_they_were_put_and_sleep(scene):
+    data = mujoco.MjData(scene.model)
+    chosen = placements(scene)
+    scene.place(data, chosen, so101.HOME_QPOS)
+    for placement in chosen:
+        piece = scene.pieces[placement.piece_slot]
+        np.testing.assert_allclose(data.xpos[piece.body_id][:2], placement.xy_m, atol=2e-4)
+        assert data.xpos[piece.body_id][2] == pytest.approx(board.BOARD_TOP_Z, abs=2e-4)
+        assert data.xmat[piece.body_id].reshape(3, 3)[2, 2] > 0.99999
+        yaw = 2 * np.arctan2(data.qpos[piece.qpos_adr + 6], data.qpos[piece.qpos_adr + 3])
+        assert np.cos(yaw - placement.yaw_rad) > 0.9999
+    assert data.ntree_awake == 1  # the arm
+    np.testing.assert_allclose(data.qpos[:6], so101.HOME_QPOS, atol=0.02)
+
+
+def test_unused_pieces_are_parked_asleep_and_hidden(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, placements(scene, 3), so101.HOME_QPOS)
+    mujoco.mj_step(scene.model, data, 240)
+    for piece in scene.pieces:
+        groups = set(scene.model.geom_group[list(piece.geom_ids)])
+        if piece.slot in scene.active:
+            assert groups == {PIECE_GROUP}
+        else:
+            assert groups == {HIDDEN_GROUP}
+            assert data.xpos[piece.body_id][0] < -0.9
+            np.testing.assert_array_equal(data.qvel[piece.dof_adr : piece.dof_adr + 6], 0)
+
+
+def test_a_sleeping_piece_wakes_when_it_is_pushed(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, placements(scene, 1), so101.HOME_QPOS)
+    body = scene.pieces[0].body_id
+    before = data.xpos[body].copy()
+    data.xfrc_applied[body, 0] = 0.5
+    mujoco.mj_step(scene.model, data, 60)
+    assert np.linalg.norm(data.xpos[body] - before) > 0.005
+
+
+@pytest.mark.parametrize(
+    ("slots", "arm", "message"),
+    [
+        ([0, 0], so101.HOME_QPOS, r"slots \[0, 0\]"),
+        ([99], so101.HOME_QPOS, r"below 10"),
+        ([0], np.zeros(5), r"6 joint angles"),
+        ([0], np.full(6, 5.0), r"inside the joint limits"),
+        ([0], np.full(6, np.nan), r"inside the joint limits"),
+    ],
+)
+def test_place_refuses_what_it_cannot_place(scene, slots, arm, message):
+    with pytest.raises(SceneError, match=message):
+        scene.place(mujoco.MjData(scene.model), [Placement(slot, (0.3, 0.0), 0.0) for slot in slots], arm)
+
+
+def test_looks_replace_each_other_completely(scene):
+    fields = ("geom_rgba", "geom_friction", "cam_pos", "cam_quat", "light_diffuse", "light_dir")
+    scene.apply_looks(Looks())
+    nominal = {name: getattr(scene.model, name).copy() for name in fields}
+    scene.apply_looks(
+        Looks(
+            0.1,
+            0.1,
+            0.9,
+            (1.0, 1.0, 1.0),
+            *[(0.1, 0.2, 0.3)] * 5,
+            *[(0.01, 0.02, 0.03)] * 4,
+            piece_friction_scale=0.5,
+        )
+    )
+    for name in fields:
+        assert not np.array_equal(getattr(scene.model, name), nominal[name]), name
+    scene.apply_looks(Looks())
+    for name in fields:
+        np.testing.assert_array_equal(getattr(scene.model, name), nominal[name])
+
+
+def test_every_field_of_looks_changes_the_model(scene):
+    def fingerprint() -> bytes:
+        model = scene.model
+        arrays = (
+            model.geom_rgba,
+            model.geom_friction,
+            model.cam_pos,
+            model.cam_quat,
+            model.light_diffuse,
+            model.light_dir,
+        )
+        head = model.vis.headlight
+        return b"".join(np.asarray(a).tobytes() for a in (*arrays, head.ambient, head.diffuse))
+
+    scene.apply_looks(Looks())
+    nominal = fingerprint()
+    for field in dataclasses.fields(Looks):
+        value = (0.11, 0.12, 0.13) if isinstance(field.default, tuple) else 0.77
+        scene.apply_looks(Looks(**{field.name: value}))
+        assert fingerprint() != nominal, field.name
+    scene.apply_looks(Looks())
+
+
+def test_squares_are_where_hand_arithmetic_puts_them():
+    np.testing.assert_allclose(board.square_center("a1"), [0.14, 0.14])
+    np.testing.assert_allclose(board.square_center("h8"), [0.42, -0.14])
+    np.testing.assert_allclose(board.square_center("e4"), [0.26, -0.02])
+    assert len(board.SQUARES) == 64 and len(board.REACHABLE_SQUARES) == 58
+    for square in board.SQUARES:
+        assert board.square_at(board.square_center(square) + np.array([0.019, -0.019])) == square
+    assert board.square_at(np.array([0.1, 0.0])) is None
+    assert board.square_at(np.array([0.3, 0.17])) is None
+
+
+@pytest.mark.parametrize("square", ["i1", "a9", "a", "", "E4"])
+def test_unknown_square_is_named(square):
+    with pytest.raises(ConfigError, match="e4"):
+        board.square_center(square)
+
+
+def project(scene: ChessScene, data: mujoco.MjData, camera: str, point_w: np.ndarray) -> np.ndarray:
+    """Pinhole projection to (column, row) in [0, 1] of a square image; independent of the renderer."""
+    cam = data.camera(camera)
+    x, y, z = cam.xmat.reshape(3, 3).T @ (point_w - cam.xpos)
+    assert z < 0
+    scale = 0.5 / np.tan(np.radians(float(scene.model.camera(camera).fovy[0])) / 2)
+    return np.array([0.5 + scale * x / -z, 0.5 - scale * y / -z])
+
+
+def test_top_camera_sees_the_whole_board_and_the_tips(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, [], so101.HOME_QPOS)
+    corners = {square: project(scene, data, "top", np.array([*board.square_center(square), 0.012])) for square in
+               ("a1", "h1", "a8", "h8")}  # fmt: skip
+    for corner in corners.values():
+        assert np.all((corner > 0.04) & (corner < 0.96))
+    assert corners["a8"][1] > corners["a1"][1]  # the arm's side is up in the image
+    assert corners["a1"][0] > corners["h1"][0]  # the camera looks at the arm: its left is on the right
+    tips = project(scene, data, "top", scene.grasp_point_w(data))
+    assert np.all((tips > 0) & (tips < 1))
+
+
+def test_wrist_camera_sees_both_tips_and_the_piece_below(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, [], so101.HOME_QPOS)
+    gripper, jaw = data.body("gripper"), data.body("moving_jaw_so101_v1")
+    fixed_tip = gripper.xpos + gripper.xmat.reshape(3, 3) @ np.array([-0.010, 0, -0.100])
+    moving_tip = jaw.xpos + jaw.xmat.reshape(3, 3) @ np.array([-0.010, -0.078, 0.019])
+    piece = gripper.xpos + gripper.xmat.reshape(3, 3) @ np.array([0.006, 0, -0.150])
+    for point in (fixed_tip, moving_tip, piece):
+        seen = project(scene, data, "wrist", point)
+        assert np.all((seen > 0.02) & (seen < 0.98))
+
+
+def test_images_show_the_target_where_it_projects_and_do_not_clip(scene):
+    data = mujoco.MjData(scene.model)
+    scene.apply_looks(Looks())
+    square = "d5"
+    scene.place(data, [Placement(0, tuple(board.square_center(square)), 0.0)], so101.HOME_QPOS)
+    renderer = OffscreenRenderer(scene.model, (256, 256))
+    image = renderer.render(data, "top", (256, 256)).astype(int)
+    renderer.close()
+    column, row = project(scene, data, "top", data.xpos[scene.pieces[0].body_id] + [0, 0, 0.040]) * 256
+    assert image[int(row), int(column)].min() > 150
+    column, row = project(scene, data, "top", np.array([*board.square_center("a1"), 0.012])) * 256
+    assert 30 < image[int(row), int(column)].max() < 130  # a1 is dark
+    column, row = project(scene, data, "top", np.array([*board.square_center("h1"), 0.012])) * 256
+    assert 130 < image[int(row), int(column)].max() < 220  # h1 is light
+    assert image.max() < 255
+
+
+def test_pieces_weigh_what_they_should(scene):
+    assert {kind: shape.height for kind, shape in PIECE_KINDS.items()} == {"pawn": 0.0485, "knight": 0.055}
+    for piece in scene.pieces:
+        assert scene.model.body_mass[piece.body_id] == pytest.approx(PIECE_MASS)
+
+
+def test_pressing_on_a_piece_does_not_push_it_into_the_board(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, placements(scene, 1), so101.HOME_QPOS)
+    body = scene.pieces[0].body_id
+    data.xfrc_applied[body, 2] = -10.0  # 3 N m at 0.3 m: what the arm can press with
+    mujoco.mj_step(scene.model, data, 480)
+    assert data.xpos[body][2] > board.BOARD_TOP_Z - 0.002
