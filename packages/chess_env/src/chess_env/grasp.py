@@ -10,8 +10,10 @@ the board all hold.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mujoco
 import numpy as np
@@ -31,9 +33,11 @@ _TILT_DISTANCE = (0.13, 0.28, 0.33, 0.36, 0.385, 0.41)
 _TILT_DEG = (15.0, 15.0, 30.0, 40.0, 45.0, 55.0)
 _YAW_DEG = (0.0, -12.0, 12.0, -24.0, 24.0, -37.0, 37.0, -50.0, 50.0)
 _TILT_CHANGE_DEG = (0.0, -8.0, 8.0)
-_MAX_CANDIDATES = 14
+_MAX_CANDIDATES = 9
+_FIRM = 0.0015  # weakness of a grasp that needs no search for a better one [m of clearance]
 _MAX_SLOPE = np.radians(30.0)
 _SAFE_DISTANCE = 0.004  # clearance that is good enough
+_SAFE_GAP = 0.001  # between two standing pieces
 _MAX_ERROR = 0.002  # of inverse kinematics
 _FINGER_DEPTH = 0.008  # half thickness of a finger, for the cheap rule
 _PATH_POINTS = (0.33, 0.66, 1.0)  # of the hover distance, where the way in is checked
@@ -77,6 +81,18 @@ class Grasp:
     def approach(self) -> NDArray[np.float64]:
         """Direction of the way in, shape (3,)."""
         return approach_direction(self.pose.point_w, self.pose.tilt)
+
+
+class _Candidate(NamedTuple):
+    """A closing direction and a tilt to try, in the order of trying.
+
+    Both guesses are in metres of clearance: ``badness`` with the neighbours, ``weakness`` without them.
+    """
+
+    badness: float
+    weakness: float
+    yaw: float
+    tilt_change: float
 
 
 class CollisionProbe:
@@ -133,7 +149,7 @@ class GraspPlanner:
         self.probe = CollisionProbe(scene)
 
     def plan(self, data: mujoco.MjData, target: int, yaw_shift: float = 0.0) -> Grasp | None:
-        """The first grasp that is clear of everything, else the clearest; None when the arm reaches none.
+        """The first grasp that is clear of everything and firm, else the best; None when the arm reaches none.
 
         Args:
             data: The scene's state.
@@ -142,11 +158,13 @@ class GraspPlanner:
         """
         self.probe.set_pieces(data)
         best: Grasp | None = None
-        for _, yaw, tilt_change in sorted(self._candidates(data, target, yaw_shift))[:_MAX_CANDIDATES]:
-            worst = -np.inf if best is None else best.clearance
-            best = self._try(data, target, yaw, tilt_change, worst) or best
-            if best is not None and best.clearance >= _SAFE_DISTANCE:
-                break
+        best_margin = -np.inf
+        for candidate in sorted(self._candidates(data, target, yaw_shift))[:_MAX_CANDIDATES]:
+            grasp = self._try(data, target, candidate, best_margin + candidate.weakness)
+            if grasp is not None:
+                best, best_margin = grasp, grasp.clearance - candidate.weakness
+                if grasp.clearance >= _SAFE_DISTANCE and candidate.weakness <= _FIRM:
+                    break
         return best
 
     def way_in(self, grasp: Grasp, hover: float, start: NDArray[np.float64]) -> NDArray[np.float64] | None:
@@ -155,10 +173,7 @@ class GraspPlanner:
         solution = self.arm.solve(pose, grasp.local, start)
         return solution.qpos if solution.error < _MAX_ERROR else None
 
-    def _candidates(
-        self, data: mujoco.MjData, target: int, yaw_shift: float
-    ) -> Iterator[tuple[float, float, float]]:
-        """(badness, yaw, change of tilt) of every candidate; the badness is a guess in millimetres."""
+    def _candidates(self, data: mujoco.MjData, target: int, yaw_shift: float) -> Iterator[_Candidate]:
         position = data.xpos[self.scene.pieces[target].body_id]
         tilt = tilt_at(position)
         neighbours = [self.scene.pieces[slot] for slot in self.scene.active if slot != target]
@@ -166,7 +181,8 @@ class GraspPlanner:
             yaw = np.radians(yaw_deg) + yaw_shift
             jaw = jaw_direction(position, yaw)
             fixed, moving = self._side_widths(data, target, jaw)
-            badness = 0.04 * abs(yaw_deg) + 1e3 * max(fixed + moving - 0.024, 0.0)
+            wide = max(fixed + moving - 0.024, 0.0)  # a snout across the jaws
+            badness = 4e-5 * abs(yaw_deg)
             for piece in neighbours:
                 apart = data.xpos[piece.body_id][:2] - position[:2]
                 if apart @ apart > 0.08**2:
@@ -177,13 +193,14 @@ class GraspPlanner:
                     jaw * (moving + MOVING_JAW_CLEARANCE + 0.006),
                 ):
                     gap = float(np.linalg.norm(apart - side)) - radius - _FINGER_DEPTH
-                    badness += 1e3 * max(_SAFE_DISTANCE - gap, 0.0)
+                    badness += max(_SAFE_DISTANCE - gap, 0.0)
             for change_deg in _TILT_CHANGE_DEG:
                 change = float(np.radians(change_deg))
                 # Tilted fingers that also turn close on a slope, and lift one side of the base.
                 slope = abs(np.arctan(np.sin(yaw) * np.tan(tilt + change)))
                 if slope < _MAX_SLOPE:
-                    yield badness + 0.2 * abs(change_deg) + 30 * slope * slope, yaw, change
+                    weakness = float(wide + 0.03 * slope * slope)
+                    yield _Candidate(badness + weakness + 2e-4 * abs(change_deg), weakness, yaw, change)
 
     def _side_widths(
         self, data: mujoco.MjData, target: int, jaw_w: NDArray[np.float64]
@@ -199,22 +216,23 @@ class GraspPlanner:
         extent, shift = abs(x) * half_width + abs(y) * half_length, y * centre
         return max(extent - shift, shape.grasp_radius), max(extent + shift, shape.grasp_radius)
 
-    def _try(
-        self, data: mujoco.MjData, target: int, yaw: float, tilt_change: float, worst: float
-    ) -> Grasp | None:
+    def _try(self, data: mujoco.MjData, target: int, candidate: _Candidate, worst: float) -> Grasp | None:
         """The grasp of one candidate; None when it is out of reach or no clearer than ``worst`` [m]."""
         position = data.xpos[self.scene.pieces[target].body_id]
         point = position + np.array([0.0, 0.0, GRASP_HEIGHT])
-        jaw = jaw_direction(point, yaw)
+        jaw = jaw_direction(point, candidate.yaw)
         fixed, moving = self._side_widths(data, target, jaw)
         local = np.array([so101.FIXED_JAW_X + fixed + FIXED_JAW_CLEARANCE, 0.0, so101.TIP_Z])
         gripper = so101.gripper_angle(fixed + moving + FIXED_JAW_CLEARANCE + MOVING_JAW_CLEARANCE)
-        pose = GraspPose(point, tilt_at(point) + tilt_change, jaw)
+        pose = GraspPose(point, tilt_at(point) + candidate.tilt_change, jaw)
         solution = self.arm.solve(pose, local, seed_qpos(point))
         if solution.error > _MAX_ERROR or solution.cost > 0.1:
             return None
         qpos = solution.qpos
-        grasp = Grasp(pose, local, gripper, qpos, self._clearance(qpos, gripper, target))
+        clearance = min(
+            self._clearance(qpos, gripper, target), self._closing_clearance(data, target, qpos, jaw, fixed)
+        )
+        grasp = Grasp(pose, local, gripper, qpos, clearance)
         for part in _PATH_POINTS:
             if grasp.clearance <= worst:
                 return None
@@ -224,6 +242,28 @@ class GraspPlanner:
             qpos = step
             grasp = replace(grasp, clearance=min(grasp.clearance, self._clearance(qpos, gripper, target)))
         return grasp if grasp.clearance > worst else None
+
+    def _closing_clearance(
+        self,
+        data: mujoco.MjData,
+        target: int,
+        qpos: NDArray[np.float64],
+        jaw_w: NDArray[np.float64],
+        fixed: float,
+    ) -> float:
+        """Distance to the neighbours of the closed jaws, and of the piece that they have pushed to the fixed one."""
+        shape = PIECE_KINDS[self.scene.pieces[target].kind]
+        closed = so101.gripper_angle(2 * shape.grasp_radius)
+        clearance, _, _ = self.probe.distances(np.append(qpos, closed), target)
+        push = fixed + FIXED_JAW_CLEARANCE - shape.grasp_radius
+        pushed_to = data.xpos[self.scene.pieces[target].body_id][:2] - push * jaw_w
+        for slot in self.scene.active:
+            if slot != target:
+                piece = self.scene.pieces[slot]
+                apart = data.xpos[piece.body_id][:2] - pushed_to
+                gap = math.sqrt(apart @ apart) - shape.base_radius - PIECE_KINDS[piece.kind].base_radius
+                clearance = min(clearance, gap + _SAFE_DISTANCE - _SAFE_GAP)
+        return clearance
 
     def _clearance(self, qpos: NDArray[np.float64], gripper: float, target: int) -> float:
         neighbours, own, rest = self.probe.distances(np.append(qpos, gripper), target)
