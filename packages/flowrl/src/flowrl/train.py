@@ -55,7 +55,7 @@ def train(
                 line |= run.learn(iteration, rollout)
                 del rollout  # its decisions fill the device's memory
             if iteration % config.val_every == 0:
-                line |= run.validate(iteration)
+                line |= run.validate(iteration, stop)
             run.record.log(line)
             run.report(line)
             run.iteration = iteration
@@ -213,16 +213,25 @@ class Run:
             }
         )
 
-    def validate(self, iteration: int) -> dict[str, Any]:
-        """Noise-free success on the fixed scenes; the best so far is kept in best/."""
+    def validate(self, iteration: int, stop: StopRequest) -> dict[str, Any]:
+        """Noise-free success on the fixed scenes; the best so far is kept in best/.
+
+        Nothing when a signal to the whole process group has ended the workers: the iteration is saved without it.
+        """
         start = time.perf_counter()
-        records = validate(
-            self.policy,
-            self.vec_env,
-            fixed_scenes(self.config.val_seed, self.config.val_episodes),
-            label=f"iteration {iteration}: validation",
-            default_task=self.config.task,
-        )
+        try:
+            records = validate(
+                self.policy,
+                self.vec_env,
+                fixed_scenes(self.config.val_seed, self.config.val_episodes),
+                label=f"iteration {iteration}: validation",
+                default_task=self.config.task,
+            )
+        except FlowRLError:
+            if not stop.requested:
+                raise
+            self.failed = True
+            return {}
         bound = success_bound(records)
         if bound is not None and bound >= self.best_bound:
             self.best_bound = bound

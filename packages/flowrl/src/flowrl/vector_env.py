@@ -10,6 +10,7 @@ that an environment which has ended is left alone until it is reset. It reads tw
 
 import importlib
 import signal
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -106,9 +107,17 @@ def check_spaces(vec_env: VectorEnv, policy: FlowSpec) -> None:
 
 def close_vector_env(vec_env: VectorEnv, failed: bool = False) -> None:
     """Ends all workers; after a failure by force, since workers out of step never answer."""
-    asynchronous = isinstance(vec_env.unwrapped, AsyncVectorEnv)
+    base = vec_env.unwrapped
+    if (
+        failed and type(base) is AsyncVectorEnv
+    ):  # its own close() waits for answers even when told to terminate
+        for process in base.processes:
+            process.kill()
+            process.join()
+        base.closed = True
+        return
     with environment_errors("closing the environments"):
-        vec_env.close(**({"terminate": True} if failed and asynchronous else {}))
+        vec_env.close(**({"terminate": True} if failed and isinstance(base, AsyncVectorEnv) else {}))
 
 
 @contextmanager
@@ -119,6 +128,8 @@ def environment_errors(what: str) -> Iterator[None]:
     except FlowRLError:
         raise
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        # Without their locals: the half-sent message in them, collected with a cycle, crashes the interpreter (CPython 3.12).
+        traceback.clear_frames(error.__traceback__)
         raise FlowRLError(
             f"{what}: an environment's process died ({type(error).__name__}), perhaps out of memory"
         ) from error
