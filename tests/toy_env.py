@@ -22,6 +22,7 @@ class ToyReachEnv(gymnasium.Env):
         "render_modes": [],
         "render_fps": 30,
         "reset_options": ("index", "early_stop"),
+        "reward_weights": {"success": 1.0},
         "log_metrics": {
             "success": ("success", "mean"),
             "distance_median": ("distance", "median"),

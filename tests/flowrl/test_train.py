@@ -1,5 +1,6 @@
 """Training end to end on the toy environment and the toy policy."""
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -13,7 +14,8 @@ from flowrl.checkpoint import load_training_state
 from flowrl.config import EvalConfig, TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import evaluate, policy_name
-from flowrl.train import train
+from flowrl.stop import StopRequest
+from flowrl.train import Run, train
 from toy import ToyPolicy, load_toy
 
 CONFIG = TrainConfig(
@@ -111,6 +113,7 @@ def test_record_names_flags_versions_and_environment(run):
     args = json.loads((run / "args.json").read_text())
     assert args["flags"]["lr"] == 1e-3 and args["flags"]["env_id"] == "toy_env:ToyReach-v0"
     assert args["environment"]["kwargs"] == {"seconds": 20.0, "chunk_size": 4, "reward": "success"}
+    assert args["environment"]["reward_weights"] == {"success": 1.0}
     assert args["versions"]["torch"] and args["device"] == "cpu" and "commit" in args
     assert list(run.glob("events.out.tfevents.*"))
 
@@ -153,6 +156,31 @@ def test_used_out_folder_is_refused_and_untouched(run):
 def test_resume_is_refused(run):
     with pytest.raises(FlowRLError, match="--resume"):
         train(replace(CONFIG, out=str(run), resume=True), load)
+
+
+def test_iterations_leave_no_tensors_behind(tmp_path):
+    config = replace(CONFIG, out=str(tmp_path / "run"))
+    counts = []
+    with StopRequest() as stop, Run(config, load, {}) as run:
+        for iteration in range(1, 5):
+            run.learn(iteration, run.collect(iteration, stop))
+            gc.collect()
+            counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    assert (
+        counts[1] == counts[2] == counts[3]
+    )  # the policy's moments come with its first step, in iteration 2
+
+
+def test_no_training_scene_is_used_twice(tmp_path):
+    config = replace(CONFIG, out=str(tmp_path / "run"))
+    scenes = []
+    with StopRequest() as stop, Run(config, load, {}) as run:
+        for iteration in range(1, 4):
+            rollout = run.collect(iteration, stop)
+            scenes += [episode.scene for episode in rollout.episodes]
+            run.learn(iteration, rollout)
+    assert len(set(scenes)) == len(scenes) == 24
+    assert {scene.seed for scene in scenes} == {config.train_seed}
 
 
 @pytest.mark.parametrize(

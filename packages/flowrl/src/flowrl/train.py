@@ -110,7 +110,11 @@ class Run:
                 {
                     "flags": dataclasses.asdict(config),
                     "preset": dict(preset),
-                    "environment": {"id": config.env_id, "kwargs": {**spec.kwargs, **kwargs}},
+                    "environment": {
+                        "id": config.env_id,
+                        "kwargs": {**spec.kwargs, **kwargs},
+                        "reward_weights": self.vec_env.metadata.get("reward_weights"),
+                    },
                     **describe_machine(device),
                 }
             )

@@ -1,11 +1,12 @@
 """The environment's side of the boundary: making vector environments, and telling their failures in one line.
 
 flowrl needs of an environment: an action space Box(T, A) (one step executes a chunk of T targets), no autoreset, and
-that an environment which has ended is left alone until it is reset. It reads two optional keys of `metadata`:
+that an environment which has ended is left alone until it is reset. It reads optional keys of `metadata`:
 
 - `reset_options`: names of the reset options that the environment understands. "index": scenes are a pure function of
   (seed, index). "early_stop": a bool that overrides the constructor's for one episode.
 - `log_metrics`: what to report of `info["episode_metrics"]`, see `metrics.summarize_episodes`.
+- `reward_weights`: weights of the reward's terms, for the run's record.
 """
 
 import importlib
