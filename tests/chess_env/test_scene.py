@@ -97,7 +97,7 @@ def test_unused_pieces_are_parked_asleep_and_hidden(scene):
     scene.place(data, placements(scene, 3), so101.HOME_QPOS)
     mujoco.mj_step(scene.model, data, 240)
     for piece in scene.pieces:
-        groups = set(scene.model.geom_group[list(piece.geom_ids)])
+        groups = set(scene.model.geom_group[list(piece.drawn_geom_ids)])
         if piece.slot in scene.active:
             assert groups == {PIECE_GROUP}
         else:
@@ -248,6 +248,31 @@ def test_pieces_weigh_what_they_should(scene):
     assert {kind: shape.height for kind, shape in PIECE_KINDS.items()} == {"pawn": 0.0485, "knight": 0.055}
     for piece in scene.pieces:
         assert scene.model.body_mass[piece.body_id] == pytest.approx(PIECE_MASS)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_bases_touch_each_other_and_the_arm(scene, slot):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, [Placement(slot, (0.30, 0.0), 0.0), Placement(2, (0.34, 0.0), 0.0)], so101.HOME_QPOS)
+    body = scene.pieces[slot].body_id
+    data.xfrc_applied[body, 0] = 0.3  # along the board into the other one
+    mujoco.mj_step(scene.model, data, 40)
+    other = scene.pieces[2].body_id
+    assert data.xpos[other][0] > 0.341
+    assert data.xpos[other][0] - data.xpos[body][0] > 0.0265
+    arm = [g for g in range(scene.model.ngeom) if scene.model.geom_bodyid[g] in scene.arm_body_ids]
+    solid = [g for g in arm if scene.model.geom_contype[g]]
+    assert np.all(scene.model.geom_conaffinity[solid] & 2)
+
+
+def test_a_fallen_piece_lies_on_the_board(scene):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, placements(scene, 1), so101.HOME_QPOS)
+    piece = scene.pieces[0]
+    data.qpos[piece.qpos_adr + 2 : piece.qpos_adr + 7] = [0.03, np.cos(0.5), np.sin(0.5), 0, 0]  # 57 degrees
+    mujoco.mj_step(scene.model, data, 480)
+    assert data.xmat[piece.body_id].reshape(3, 3)[2, 2] < 0.4
+    assert board.BOARD_TOP_Z < data.xpos[piece.body_id][2] < board.BOARD_TOP_Z + 0.016
 
 
 def test_pressing_on_a_piece_does_not_push_it_into_the_board(scene):

@@ -37,6 +37,7 @@ _MAX_CANDIDATES = 9
 _FIRM = 0.0015  # weakness of a grasp that needs no search for a better one [m of clearance]
 _MAX_SLOPE = np.radians(30.0)
 _SAFE_DISTANCE = 0.004  # clearance that is good enough
+_PROBE_BIT = 4  # of the collision masks of the probe's model
 _SAFE_GAP = 0.001  # between two standing pieces
 _MAX_ERROR = 0.002  # of inverse kinematics
 _FINGER_DEPTH = 0.008  # half thickness of a finger, for the cheap rule
@@ -102,8 +103,13 @@ class CollisionProbe:
         self._scene = scene
         model = copy.copy(scene.model)
         model.opt.enableflags &= ~int(mujoco.mjtEnableBit.mjENBL_SLEEP)
-        for piece in scene.pieces:
-            model.geom_margin[list(piece.geom_ids)] = _SAFE_DISTANCE
+        arm = np.isin(model.geom_bodyid, list(scene.arm_body_ids)) & (model.geom_contype > 0)
+        model.geom_contype[arm] |= _PROBE_BIT
+        for piece in scene.pieces:  # they meet the arm alone: a resting piece's contacts would only cost time
+            drawn, solid = list(piece.drawn_geom_ids), model.geom_contype[list(piece.drawn_geom_ids)] > 0
+            model.geom_contype[list(piece.geom_ids)] = model.geom_conaffinity[list(piece.geom_ids)] = 0
+            model.geom_conaffinity[drawn] = np.where(solid, _PROBE_BIT, 0)
+            model.geom_margin[drawn] = _SAFE_DISTANCE
         self._model, self._data = model, mujoco.MjData(model)
         self._piece_of_body = np.full(model.nbody, -1)
         for piece in scene.pieces:

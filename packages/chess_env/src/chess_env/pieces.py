@@ -9,9 +9,10 @@ with a short snout holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import mujoco
+import numpy as np
 
 PieceKind = Literal["pawn", "knight"]
 PIECE_MASS = 0.020
@@ -19,8 +20,16 @@ PIECE_MASS = 0.020
 WHITE_RGBA = (0.95, 0.94, 0.90, 1.0)
 BLACK_RGBA = (0.09, 0.08, 0.08, 1.0)
 
-CONTACT = {"condim": 4, "friction": [1.0, 0.005, 0.0001], "solref": [0.01, 1.0]}
+CONTACT: dict[str, Any] = {"condim": 4, "friction": [1.0, 0.005, 0.0001], "solref": [0.01, 1.0]}
 """Contact of a piece with the board and with other pieces; the fingers' own parameters win over it."""
+
+# A piece stands on small spheres along the rim of its base. The base itself touches the arm and other pieces only:
+# MuJoCo 3.8 finds the contacts of a cylinder on a box at one corner alone, and a press of 2 N sinks it into the board.
+NUM_FEET = 6
+FOOT_RADIUS = 0.001
+BASE_BIT = 2
+"""Bit of ``contype`` and ``conaffinity`` for contacts with a base; the board and the table have bit 1 alone."""
+_FOOT_GROUP = 3  # not drawn
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class Part:
     pos: tuple[float, float, float]
     mass_share: float = 0.0
     collides: bool = True
+    is_base: bool = False
     quat: tuple[float, float, float, float] = (1, 0, 0, 0)
 
 
@@ -51,7 +61,7 @@ class PieceShape:
 PIECE_KINDS: dict[PieceKind, PieceShape] = {
     "pawn": PieceShape(
         parts=(
-            Part("cylinder", (0.0140, 0.004), (0, 0, 0.004), mass_share=0.6),
+            Part("cylinder", (0.0140, 0.004), (0, 0, 0.004), mass_share=0.6, is_base=True),
             Part("cylinder", (0.0065, 0.011), (0, 0, 0.019), mass_share=0.2),
             Part("sphere", (0.0085,), (0, 0, 0.040), mass_share=0.2),
         ),
@@ -61,7 +71,7 @@ PIECE_KINDS: dict[PieceKind, PieceShape] = {
     ),
     "knight": PieceShape(
         parts=(
-            Part("cylinder", (0.0145, 0.004), (0, 0, 0.004), mass_share=0.6),
+            Part("cylinder", (0.0145, 0.004), (0, 0, 0.004), mass_share=0.6, is_base=True),
             Part("capsule", (0.0090, 0.010), (0, 0, 0.027), mass_share=0.2),
             Part("box", (0.0070, 0.0115, 0.006), (0, 0.003, 0.042), mass_share=0.2),
             Part("box", (0.0055, 0.0025, 0.004), (0, -0.004, 0.051), collides=False),  # ears
@@ -83,8 +93,14 @@ _GEOM_TYPES = {
 
 def add_piece(body: mujoco.MjsBody, kind: PieceKind) -> None:
     """Add the geoms of ``kind`` to ``body``, which has a free joint."""
-    for part in PIECE_KINDS[kind].parts:
-        contact = CONTACT if part.collides else {"contype": 0, "conaffinity": 0}
+    shape = PIECE_KINDS[kind]
+    for part in shape.parts:
+        if not part.collides:
+            contype, conaffinity = 0, 0
+        elif part.is_base:
+            contype, conaffinity = BASE_BIT, BASE_BIT
+        else:
+            contype, conaffinity = 1, 1 | BASE_BIT
         body.add_geom(
             type=_GEOM_TYPES[part.shape],
             size=list(part.size) + [0.0] * (3 - len(part.size)),
@@ -92,5 +108,17 @@ def add_piece(body: mujoco.MjsBody, kind: PieceKind) -> None:
             quat=part.quat,
             mass=PIECE_MASS * part.mass_share,
             rgba=WHITE_RGBA,
-            **contact,
+            contype=contype,
+            conaffinity=conaffinity,
+            **CONTACT,
+        )
+    for angle in 2 * np.pi * np.arange(NUM_FEET) / NUM_FEET:
+        rim = shape.base_radius - FOOT_RADIUS
+        body.add_geom(
+            type=mujoco.mjtGeom.mjGEOM_SPHERE,
+            size=[FOOT_RADIUS, 0, 0],
+            pos=[rim * np.cos(angle), rim * np.sin(angle), FOOT_RADIUS],
+            group=_FOOT_GROUP,
+            mass=0.0,
+            **CONTACT,
         )

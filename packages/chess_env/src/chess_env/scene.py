@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from chess_env import board, so101, so101_looks
 from chess_env.errors import SceneError
-from chess_env.pieces import WHITE_RGBA, PieceKind, add_piece
+from chess_env.pieces import BASE_BIT, WHITE_RGBA, PieceKind, add_piece
 
 Rgb = tuple[float, float, float]
 Vector3 = tuple[float, float, float]
@@ -105,6 +105,7 @@ class Piece:
     qpos_adr: int
     dof_adr: int
     geom_ids: tuple[int, ...]
+    drawn_geom_ids: tuple[int, ...]
 
 
 class ChessScene:
@@ -192,11 +193,11 @@ class ChessScene:
             raise SceneError(f"piece slots {slots}: each must be different and below {len(self.pieces)}")
         mujoco.mj_resetData(self.model, data)
         for piece in self.pieces:
-            self.model.geom_group[list(piece.geom_ids)] = HIDDEN_GROUP
+            self.model.geom_group[list(piece.drawn_geom_ids)] = HIDDEN_GROUP
         for placement in placements:
             piece = self.pieces[placement.piece_slot]
-            self.model.geom_group[list(piece.geom_ids)] = PIECE_GROUP
-            self.model.geom_rgba[list(piece.geom_ids)] = placement.rgba
+            self.model.geom_group[list(piece.drawn_geom_ids)] = PIECE_GROUP
+            self.model.geom_rgba[list(piece.drawn_geom_ids)] = placement.rgba
             half = placement.yaw_rad / 2
             data.qpos[piece.qpos_adr : piece.qpos_adr + 7] = (
                 *placement.xy_m, board.BOARD_TOP_Z + REST_HEIGHT, np.cos(half), 0.0, 0.0, np.sin(half),
@@ -245,14 +246,9 @@ class ChessScene:
         body = self.model.body(_piece_name(slot))
         joint = self.model.joint(_piece_name(slot))
         first, count = int(body.geomadr[0]), int(body.geomnum[0])
-        return Piece(
-            slot,
-            kind,
-            int(body.id),
-            int(joint.qposadr[0]),
-            int(joint.dofadr[0]),
-            tuple(range(first, first + count)),
-        )
+        geoms = tuple(range(first, first + count))
+        drawn = tuple(geom for geom in geoms if self.model.geom_group[geom] == PIECE_GROUP)
+        return Piece(slot, kind, int(body.id), int(joint.qposadr[0]), int(joint.dofadr[0]), geoms, drawn)
 
     def _turn_camera(self, name: str, offset: Vector3, turn: Vector3) -> None:
         camera, pos, quat = self._cameras[name]
@@ -290,6 +286,9 @@ def build_scene(
     spec.modelname = "chess_pick"
     _set_options(spec, physics_timestep)
     _set_visual(spec, height, width, offsamples)
+    for geom in spec.geoms:  # the arm's
+        if geom.contype:
+            geom.conaffinity |= BASE_BIT
     _add_table_and_board(spec)
     kinds = list(TARGET_KINDS) + [kind for kind in TARGET_KINDS for _ in range(num_distractors_max)]
     for slot, kind in enumerate(kinds):
