@@ -66,8 +66,7 @@ def _try_scene(env: ChessPickEnv, expert: Expert, rng: np.random.Generator) -> t
     if plan is None:
         return "no plan", False
     for target in plan:
-        end = env.simulation.run_frame(target)
-        if end is not None:
+        if env.simulation.run_frame(target) is not None:
             break
     episode = env.simulation.episode
     end = "disturbed" if episode.success and episode.disturbed else str(episode.end or "not lifted")
