@@ -16,6 +16,8 @@ def _run[Config](config_type: type[Config], program: Callable[[Config], None], p
     config = tyro.cli(config_type, prog=prog)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         program(config)
