@@ -36,6 +36,7 @@ _HOVER_AT_LEAST = 36  # frames of the way to the hover
 _DESCENT_FRAMES, _DWELL_FRAMES, _CLOSE_FRAMES, _SQUEEZE_FRAMES = 16, 2, 5, 4
 _LIFT_FRAMES, _HOLD_FRAMES = 11, 20
 _LATERAL_NOISE, _LATERAL_LIMIT = 0.006, 0.015  # of the hover [m]
+_CLEAR_OF_NOISE = 0.002  # a noisy way comes no nearer to a neighbour [m]
 _STANDING_COSINE = 0.97
 _ON_BOARD = 0.004  # a standing piece is within this of the board's height [m]
 _NEAR_HEIGHT = 0.140  # finger tips below this are near the pieces [m above the board]
@@ -151,16 +152,21 @@ class Expert:
         aligned = self._offset_of_aligned(present, grasp, start[5], hover, target)
         if aligned is not None:  # already above the piece, open: straight down from here
             hover, lateral = aligned
-            gripper, qpos_hover = start[5], start[:NUM_ARM_JOINTS].copy()
+            gripper = start[5]
             grasp = replace(grasp, pose=replace(grasp.pose, jaw_w=present.jaw_w))
+            way = self._way_down(grasp, hover, lateral, start[:NUM_ARM_JOINTS])
+            if way is None:
+                return None
+            way[0] = start[:NUM_ARM_JOINTS]
         else:
-            shifted = self._at(grasp, hover, lateral, grasp.qpos)
-            if shifted is None:  # the noise has left the reach; the planner has seen the plain hover
-                hover, lateral = HOVER_DISTANCE, np.zeros(2)
-                shifted = self._at(grasp, hover, lateral, grasp.qpos)
-                if shifted is None:
+            way = self._way_down(grasp, hover, lateral, grasp.qpos)
+            if way is None or self._clearance(way, gripper, target) < min(_CLEAR_OF_NOISE, grasp.clearance):
+                # The noise has left the reach or come near a neighbour; the planner has checked the plain way.
+                gripper, hover, lateral = grasp.gripper, HOVER_DISTANCE, np.zeros(2)
+                way = self._way_down(grasp, hover, lateral, grasp.qpos)
+                if way is None:
                     return None
-            qpos_hover = shifted
+            qpos_hover = way[0]
             above_board = tips[2] - board.BOARD_TOP_Z
             if above_board < _SAFE_HEIGHT:
                 self._rise(path, gripper)
@@ -170,27 +176,20 @@ class Expert:
             jitter = variety * rng.uniform(-1.0, 1.0)
             pause = round(5 + 3 * jitter) if near else max(2, HOVER_FRAME + round(jitter) - len(path))
             path.hold(pause + int(rng.integers(0, self.config.hesitation_frames + 1)))
-        self._descend_and_close(path, grasp, hover, lateral, qpos_hover, gripper, rng)
+        self._descend_and_close(path, way, hover, gripper, rng)
         self._lift(path, grasp.pose, grasp.local, rng)
         return path.targets()
 
     def _descend_and_close(
         self,
         path: _Path,
-        grasp: Grasp,
+        way: NDArray[np.float64],
         hover: float,
-        lateral: NDArray[np.float64],
-        qpos_hover: NDArray[np.float64],
         gripper: float,
         rng: np.random.Generator,
     ) -> None:
-        nodes, qpos = [qpos_hover], qpos_hover
-        for part in np.linspace(0, 1, 7)[1:]:
-            reached = self._at(grasp, hover * (1 - part), lateral * max(0.0, 1 - 2 * part), qpos)
-            qpos = qpos if reached is None else reached
-            nodes.append(qpos)
         frames = _DESCENT_FRAMES + self.config.variety * rng.integers(-3, 6)
-        path.follow(np.array(nodes), gripper, max(int(frames * min(hover / HOVER_DISTANCE, 1.2)), 4))
+        path.follow(way, gripper, max(int(frames * min(hover / HOVER_DISTANCE, 1.2)), 4))
         path.hold(_DWELL_FRAMES)
         shift = int(self.config.close_early_late_frames)
         path.close(_CLOSE_FRAMES, shift=int(rng.integers(-shift, shift + 1)))
@@ -226,10 +225,27 @@ class Expert:
         if solution.error < 0.006:
             path.ease(np.append(solution.qpos, gripper), 8)
 
-    def _at(
+    def _way_down(
         self, grasp: Grasp, hover: float, lateral: NDArray[np.float64], start: NDArray[np.float64]
     ) -> NDArray[np.float64] | None:
-        return self.planner.way_in(_shifted(grasp, lateral), hover, start)
+        """Arm poses [rad], shape (7, 5), from the hover straight to the grasp; the sideways offset decays on the way.
+
+        None when the hover is out of reach.
+        """
+        first = self.planner.way_in(_shifted(grasp, lateral), hover, start)
+        if first is None:
+            return None
+        nodes = [first]
+        for part in np.linspace(0, 1, 7)[1:]:
+            beside = _shifted(grasp, lateral * max(0.0, 1 - 2 * part))
+            reached = self.planner.way_in(beside, hover * (1 - part), nodes[-1])
+            nodes.append(nodes[-1] if reached is None else reached)
+        return np.array(nodes)
+
+    def _clearance(self, way: NDArray[np.float64], gripper: float, target: int) -> float:
+        """Smallest distance to a neighbour [m] in the upper half of the way, where the noise is."""
+        poses = [np.append(qpos, gripper) for qpos in way[:4]]
+        return min(self.planner.probe.distances(pose, target)[0] for pose in poses)
 
     def _offset_of_aligned(
         self, present: GraspPose, grasp: Grasp, gripper: float, hover: float, target: int
