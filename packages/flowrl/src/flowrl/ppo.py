@@ -247,15 +247,18 @@ class PPO:
 
         self.optimizer.zero_grad()
         loss.backward()
-        norms = [
-            nn.utils.clip_grad_norm_(group, config.max_grad_norm) if group else zero for group in self.groups
-        ]
+        norms = [self._clip(group, zero) for group in self.groups]
         bad = ~torch.isfinite(torch.stack([loss.detach(), *norms])).all()
         self.optimizer.found_inf = bad.float()
         self.optimizer.step()
         return torch.stack(
             [pg_loss.detach(), v_loss.detach(), kl, kl_decision, clip_fraction, norms[0], bad.float()]
         )
+
+    def _clip(self, group: list[nn.Parameter], zero: Tensor) -> Tensor:
+        """Clips a group's gradient and returns the norm before; 0 on the device for a group that has none now."""
+        with_gradient = [parameter for parameter in group if parameter.grad is not None]
+        return nn.utils.clip_grad_norm_(with_gradient, self.config.max_grad_norm) if with_gradient else zero
 
     def _read(self, table: Sequence[Tensor], stats: UpdateStats) -> list[dict[str, float]]:
         """An epoch's rows in one transfer, without the skipped minibatches, which are counted."""

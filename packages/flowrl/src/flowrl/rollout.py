@@ -125,7 +125,7 @@ def collect(
 
     Args:
         policy: The policy, in eval mode.
-        vec_env: Vector environment with autoreset disabled; environments that are not needed are never reset.
+        vec_env: Vector environment with autoreset disabled; environments that are not needed are not reset.
         scenes: One per episode.
         noise: Exploration noise, or None for the deterministic policy.
         early_stop: Value of that reset option, where the environment knows it.

@@ -29,7 +29,8 @@ def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any]) -
     """Environments in processes of their own, with autoreset disabled.
 
     The environment's own vector class where it registered one, else Gymnasium's AsyncVectorEnv. The workers ignore
-    SIGINT: on Ctrl-C the trainer decides when they end.
+    SIGINT: on Ctrl-C the trainer decides when they end. All are reset once: an environment that cannot work fails here,
+    and one that a rollout has no episode for may be stepped along.
 
     Args:
         env_id: Gymnasium id, `module:id` to import the module that registers it.
@@ -52,6 +53,12 @@ def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any]) -
         raise FlowRLError(
             f"--env-id {env_id}: its vector environment has autoreset mode {mode}; DISABLED is needed"
         )
+    try:
+        with environment_errors(f"--env-id {env_id}: the first reset failed"):
+            vec_env.reset(seed=0)
+    except FlowRLError:
+        close_vector_env(vec_env, failed=True)
+        raise
     return vec_env
 
 
