@@ -5,14 +5,14 @@
 set -euo pipefail
 out=${1:?usage: chess_tiny.sh OUT [CORES]}
 cores=${2:-$(nproc)}
-variants=${VARIANTS:-"chess-tiny 150 5 12 3 1500"}
+variants=${VARIANTS:-"chess-tiny 150 4 10 3 1500"}
 vision=${VISION:-$out/vision}
 run() { "${PYTHON:-python3}" -c "import sys; from ${1%:*} import ${1#*:} as main; main()" "${@:2}"; }
 
 if [ ! -d "$vision" ]; then
   run chess_apps.cli:bc --out "$vision" --record.episodes "${GOOD_EPISODES:-4000}" --record.workers "$cores" \
     --steps "${GOOD_STEPS:-6000}" --batch "${BATCH:-256}" --lr 1e-3
-  run flowrl.cli:evaluate --policy "$vision" --fast --episodes "${EVAL_EPISODES:-300}" --seed 9300003 \
+  [ "${EVAL_VISION:-1}" = 0 ] || run flowrl.cli:evaluate --policy "$vision" --fast --episodes "${EVAL_EPISODES:-300}" --seed 9300003 \
     --workers $((3 * cores)) --out "$out/eval/vision"
 fi
 while read -r name episodes aim hesitation shift steps; do

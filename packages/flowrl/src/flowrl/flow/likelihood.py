@@ -31,7 +31,7 @@ def rescore(policy: FlowPolicy, prefix: Prefix, states: Tensor, noise: NoiseMode
     dt, times = denoising_times(policy.spec.num_denoising_steps)
     log_probs = []
     for step, time in enumerate(times):
-        x_t = states[:, step]
+        x_t = states[:, step].contiguous()  # as in the sampler: a strided view takes another path on a GPU
         v_t = policy.velocity(x_t, _time_tensor(time, x_t), prefix)
         mean = x_t + dt * v_t
         log_probs.append(noise.log_prob(states[:, step + 1], mean, step))
