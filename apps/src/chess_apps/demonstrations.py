@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from flowrl.errors import FlowRLError
 
+VIDEO_BACKEND = "pyav"
+"""Comes with LeRobot as a wheel; its other decoder needs the system's FFmpeg libraries."""
+
 
 @dataclass(frozen=True)
 class EpisodeRecord:
@@ -100,7 +103,7 @@ class Demonstrations:
             )
         from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-        dataset = LeRobotDataset(repo_id=root.name, root=root)
+        dataset = LeRobotDataset(repo_id=root.name, root=root, video_backend=VIDEO_BACKEND)
         cameras = tuple(key.removeprefix("observation.images.") for key in dataset.meta.camera_keys)
         columns = dataset.hf_dataset.with_format("numpy", columns=["action", "episode_index", "frame_index"])[
             :

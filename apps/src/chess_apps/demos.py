@@ -7,18 +7,17 @@ the expert's motion are pure functions of (seed, index) the result does not depe
 """
 
 import json
-import multiprocessing
 import os
 import shutil
+from concurrent.futures import as_completed
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from chess_apps.config import DemosConfig, RecordConfig
-from chess_apps.demonstrations import EpisodeRecord
-from chess_apps.recording import CAMERAS, FPS, JOINT_NAMES, Recorder
+from chess_apps.demonstrations import VIDEO_BACKEND, EpisodeRecord
+from chess_apps.recording import CAMERAS, FPS, JOINT_NAMES, Recorder, worker_pool
 from flowrl.errors import FlowRLError
 
 BLOCK_EPISODES = 25
@@ -43,13 +42,12 @@ def record_dataset(config: DemosConfig) -> Path:
     ]
     missing = [block for block in blocks if not _block_folder(parts, block[0]).exists()]
     done = sum(size for block, size in blocks) - sum(size for block, size in missing)
-    context = multiprocessing.get_context("spawn")
     with (
-        context.Pool(min(record.workers, max(len(missing), 1))) as pool,
+        worker_pool(min(record.workers, max(len(missing), 1))) as pool,
         tqdm(total=record.episodes, initial=done, desc="recording", unit="scene", disable=None) as bar,
     ):
-        for size in pool.imap_unordered(partial(_record_block, config, parts), missing):
-            bar.update(size)
+        for finished in as_completed([pool.submit(_record_block, config, parts, block) for block in missing]):
+            bar.update(finished.result())
     folders = [_block_folder(parts, first) for first, _ in blocks]
     _merge([folder for folder in folders if (folder / "meta" / "info.json").is_file()], out)
     shutil.rmtree(parts)
@@ -112,6 +110,7 @@ def _write(root: Path, episodes: list[EpisodeRecord], config: DemosConfig) -> No
         root=root,
         robot_type="so101",
         use_videos=config.video,
+        video_backend=VIDEO_BACKEND,
     )
     for episode in episodes:
         for frame in range(len(episode.targets)):

@@ -1,6 +1,5 @@
 """How often the scripted expert lifts the piece and disturbs nothing (``chess-expert``)."""
 
-import multiprocessing
 from collections import Counter
 from functools import partial
 
@@ -8,6 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from chess_apps.config import ExpertConfig
+from chess_apps.recording import worker_pool
 from chess_env.env import ChessPickEnv
 from chess_env.expert import Expert
 from flowrl.errors import FlowRLError
@@ -18,14 +18,13 @@ def run(config: ExpertConfig) -> None:
     """Print the share of clean lifts with its Wilson interval, by piece, and every scene that failed."""
     if config.episodes < 1:
         raise FlowRLError(f"--episodes {config.episodes}: at least 1 is needed")
-    context = multiprocessing.get_context("spawn")
     blocks = np.array_split(np.arange(config.episodes), min(config.episodes, 4 * config.workers))
     outcomes: list[tuple[int, str, str, bool]] = []
     with (
-        context.Pool(config.workers) as pool,
+        worker_pool(config.workers) as pool,
         tqdm(total=config.episodes, desc="expert", unit="scene", mininterval=1.0, disable=None) as bar,
     ):
-        for block in pool.imap(partial(_try_scenes, config), blocks):
+        for block in pool.map(partial(_try_scenes, config), blocks):
             outcomes += block
             bar.update(len(block))
     for index, piece, end, clean in outcomes:

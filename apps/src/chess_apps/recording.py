@@ -1,8 +1,10 @@
 """The scripted expert, recorded: one episode from (seed, index), many episodes from a pool of processes."""
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -86,16 +88,24 @@ def expert_config(config: RecordConfig) -> ExpertConfig:
     )
 
 
+def worker_pool(
+    num_workers: int, initializer: Callable[..., None] | None = None, initargs: tuple[Any, ...] = ()
+) -> ProcessPoolExecutor:
+    """Spawned processes: nothing of this process (OpenGL, torch, threads) is inherited."""
+    return ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=initializer, initargs=initargs
+    )
+
+
 def record_episodes(config: RecordConfig, *, stride: int) -> Iterator[EpisodeRecord]:
     """The expert's clean lifts among ``config.episodes`` scenes, in the order of their indices."""
     indices = range(config.first_index, config.first_index + config.episodes)
     kept = 0
-    context = multiprocessing.get_context("spawn")
     with (
-        context.Pool(config.workers, initializer=_start_worker, initargs=(config, stride)) as pool,
+        worker_pool(config.workers, _start_worker, (config, stride)) as pool,
         tqdm(total=config.episodes, desc="recording", unit="scene", mininterval=1.0, disable=None) as bar,
     ):
-        for episode in pool.imap(_record, indices, chunksize=4):
+        for episode in pool.map(_record, indices, chunksize=4):
             bar.update()
             if episode is not None:
                 kept += 1

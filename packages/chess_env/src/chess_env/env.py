@@ -1,6 +1,7 @@
 """The environment: a simulated SO-101 arm picks up one chess piece among others."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import gymnasium
@@ -151,6 +152,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         modes = [mode for mode in RENDER_MODES if mode != "human" or opengl.has_display()]
         self.metadata = {
             **type(self).metadata,
+            "reward_weights": asdict(self.config.reward),
             "render_modes": modes,
             "environment_state_names": names,
         }

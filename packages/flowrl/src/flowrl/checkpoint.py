@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +30,9 @@ from flowrl.policy.critic import Critic
 from flowrl.policy.folder import CONFIG, PREPROCESSOR, VLM, replace_paths
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
-from flowrl.policy.smolvla import ExpertDtype, SmolVLAFlowPolicy
+
+if TYPE_CHECKING:
+    from flowrl.policy.smolvla import ExpertDtype, SmolVLAFlowPolicy
 
 RECORD, STATE = "flowrl.json", "flowrl.safetensors"
 _FORMAT = 1
@@ -192,6 +194,8 @@ def load_policy(
     Raises:
         FlowRLError: On anything missing, damaged, unsupported or not fitting the environment.
     """
+    from flowrl.policy.smolvla import SmolVLAFlowPolicy  # LeRobot takes seconds to import
+
     policy = SmolVLAFlowPolicy.load(
         resolve_checkpoint(path), device=device, expert_dtype=expert_dtype, rename=rename
     )
