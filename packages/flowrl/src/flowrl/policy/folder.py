@@ -144,7 +144,10 @@ def _local_folder(path: Path | str) -> tuple[Path, bool]:
         return folder, True
     if folder.is_file():
         raise FlowRLError(f"{folder} is a file; give the policy folder that contains it")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith(".")
+    if (
+        not is_hub_id or folder.parent.is_dir()
+    ):  # models/nothing beside an existing models/ is a slip, not a hub id
         raise FlowRLError(
             f"policy folder {folder} does not exist; give a LeRobot policy folder or a hub id (user/name)"
         )
