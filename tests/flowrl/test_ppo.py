@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,6 +156,29 @@ def test_update_changes_policy_and_critic_only_where_it_should(unit):
         stats.kl is not None and stats.kl > 0 and stats.clip_fraction is not None and stats.epochs_done == 2
     )
     assert stats.kl_decision == pytest.approx(stats.kl * 4 * 4 * 2, rel=0.05)
+
+
+@pytest.mark.parametrize("unit", ["element", "step", "chunk"])
+def test_a_minibatch_in_parts_is_the_minibatch(unit, monkeypatch):
+    """Parts of 3 and all 20 at once: the same weights and statistics, also with targets that were never executed."""
+    results = []
+    for part in (3, 1000):
+        monkeypatch.setattr("flowrl.ppo.CPU_PART", part)
+        config = TrainConfig(
+            minibatch=20, lr=1e-3, critic_warmup=0, target_kl=10.0, ratio=unit, grad_cosine=True
+        )
+        ppo = learner(config)
+        decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+        decisions = replace(decisions, num_executed=torch.arange(20) % SPEC.n_action_steps + 1)
+        stats = ppo.update(decisions, *random_signal(20), iteration=1)
+        results.append((parameters(ppo), stats))
+    (parts, part_stats), (whole, whole_stats) = results
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=2e-6)
+    for name in ("pg_loss", "v_loss", "kl", "kl_decision", "clip_fraction", "grad_norm", "grad_cosine"):
+        assert getattr(part_stats, name) == pytest.approx(getattr(whole_stats, name), rel=1e-3, abs=1e-6), (
+            name
+        )
 
 
 def test_learned_sigma_is_trained():
