@@ -37,9 +37,10 @@ def run(config: CloneConfig) -> None:
     )
     torch.manual_seed(config.seed)
     if config.policy == "new":
+        initial = _fresh(out.with_name(out.name + ".initial"))
         size, statistics = demos.images.shape[2], demos.statistics()
         policy = build_smolvla(
-            out / "vlm",
+            initial / "vlm",
             size=config.size,
             cameras=demos.cameras,
             image_size=size,
@@ -50,8 +51,8 @@ def run(config: CloneConfig) -> None:
             name: {key: torch.from_numpy(values[key]) for key in MOMENTS}
             for name, values in statistics.items()
         }
-        save_policy_folder(out, policy, statistics)
-        wrapped = SmolVLAFlowPolicy.load(out, device=device)
+        save_policy_folder(initial, policy, statistics)
+        wrapped = SmolVLAFlowPolicy.load(initial, device=device)
     else:
         wrapped = SmolVLAFlowPolicy.load(config.policy, device=device)
         tensors = stored_statistics(wrapped)
@@ -73,17 +74,22 @@ def run(config: CloneConfig) -> None:
         seed=config.seed + 1,
     )
     curve = clone(policy, batches, config)
-    unfinished = out.with_name(out.name + ".unfinished")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(parents=True)
+    unfinished = _fresh(out.with_name(out.name + ".unfinished"))
     wrapped.save(unfinished, final_folder=out)
     write_record(unfinished, config, demos, curve)
     write_preset(unfinished, config, demos)
-    if out.exists():  # the initial weights of a new policy
-        shutil.rmtree(out)
     unfinished.rename(out)
+    if config.policy == "new":
+        shutil.rmtree(initial)
     print(f"wrote {out}")
+
+
+def _fresh(folder: Path) -> Path:
+    """An empty folder; what an interrupted run left there is removed."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def check(config: CloneConfig) -> None:

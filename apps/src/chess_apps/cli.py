@@ -5,22 +5,20 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-import tyro
-
 from chess_apps.config import CloneConfig, DemosConfig, ExpertConfig, PictureConfig
+from flowrl.cli import parse_flags
 from flowrl.errors import FlowRLError
 
 
 def _run[Config](config_type: type[Config], program: Callable[[Config], None], prog: str) -> None:
     """Parse the flags and run ``program``; bad input ends in one line and exit code 2."""
-    config = tyro.cli(config_type, prog=prog)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        program(config)
+        program(parse_flags(config_type, prog, sys.argv[1:]))
     except KeyboardInterrupt:
         _fail(f"{prog}: interrupted", 130)
     except _bad_input_errors() as error:

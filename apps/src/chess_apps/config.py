@@ -116,5 +116,5 @@ class PictureConfig:
     """Height of the picture [px]."""
     distractors: tuple[int, int] = (12, 15)
     """Fewest and most distractor pieces."""
-    frame: int = 58
+    frame: int = 66
     """Control frames of the expert's pick before the picture is taken."""

@@ -12,7 +12,7 @@ from chess_env.env import CAMERAS, ChessPickEnv
 from chess_env.expert import Expert
 from flowrl.errors import FlowRLError
 
-OVERVIEW_DISTANCE, OVERVIEW_AZIMUTH, OVERVIEW_ELEVATION = 0.72, 125.0, -28.0  # [m], [deg], [deg]
+OVERVIEW_DISTANCE, OVERVIEW_AZIMUTH, OVERVIEW_ELEVATION = 0.70, 120.0, -38.0  # [m], [deg], [deg]
 OVERVIEW_SAMPLES = 4
 
 
