@@ -69,6 +69,20 @@ class ToyPolicy(FlowPolicy):
         inputs = torch.cat([x_t.flatten(1), time[:, None], prefix.tensors["state"]], dim=1)
         return self.module["field"](inputs).view_as(x_t)
 
+    @torch.no_grad()
+    def predict_action_chunk(
+        self, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor
+    ) -> Tensor:
+        """The "library's own" sampler: Euler steps of LeRobot's loop, written out."""
+        prefix, x_t, dt = (
+            self.encode(observation, tasks),
+            x_0.to(self.device),
+            -1.0 / SPEC.num_denoising_steps,
+        )
+        for step in range(SPEC.num_denoising_steps):
+            x_t = x_t + dt * self.velocity(x_t, torch.full((len(x_t),), 1.0 + step * dt), prefix)
+        return self.unnormalize(x_t[..., :ACTION_DIM])
+
     def normalize(self, actions: Tensor) -> Tensor:
         return (actions - SHIFT) / SCALE
 

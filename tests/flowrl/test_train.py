@@ -236,8 +236,6 @@ def test_evaluation_is_repeatable_and_paired(run, tmp_path):
     assert (out / "toy-last" / "eval_results.json").stat().st_mtime_ns == written
     with pytest.raises(FlowRLError, match="results with other seed"):
         evaluate(replace(config, seed=1), load)
-    with pytest.raises(FlowRLError, match="--fast"):
-        evaluate(replace(config, fast=False), load)
 
 
 def test_evaluation_with_the_trained_noise_differs(run, tmp_path):

@@ -133,9 +133,9 @@ class EvalConfig:
     seconds: float = 20.0
     """Time limit of an episode [s], for environments that take a `seconds` argument."""
     fast: bool = False
-    """Batch over environments. (One at a time through LeRobot's own `predict_action_chunk` is not there yet.)"""
+    """Batch over environments. Otherwise one at a time, through LeRobot's own `predict_action_chunk`."""
     noise: bool = False
-    """With the exploration noise that the checkpoint was trained with."""
+    """With the exploration noise that the checkpoint was trained with (needs --fast)."""
     expert_fp32: bool = False
     """Run the action expert in float32 instead of the checkpoint's own dtype, as training does."""
     device: str = "auto"

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.checkpoint import load_policy, load_training_state
+from flowrl.checkpoint import load_policy, load_training_state, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.metrics import LogMetrics, paired_difference, wilson_interval
+from flowrl.plain import evaluate_plain, make_single_env
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import tell
 from flowrl.record import describe_machine, write_json
-from flowrl.scenes import fixed_scenes
+from flowrl.scenes import Scene, fixed_scenes
 from flowrl.train import LoadPolicy, prepare_torch
 from flowrl.validate import log_metrics_of, summary, validate
 from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
@@ -29,9 +30,9 @@ def evaluate(config: EvalConfig, load: LoadPolicy = load_policy) -> Path:
         FlowRLError: bad input, failing environment, or a folder with results of other settings.
     """
     check_config(config)
-    if not config.fast:
+    if config.noise and not config.fast:
         raise FlowRLError(
-            "flowrl-eval without --fast: not available yet; add --fast (same scenes, batched over environments)"
+            "--noise without --fast: the policy library's own sampler has no exploration noise; add --fast"
         )
     out = Path(config.out or Path("outputs/eval") / policy_name(config.policy))
     if not config.versus:
@@ -68,21 +69,24 @@ def evaluate(config: EvalConfig, load: LoadPolicy = load_policy) -> Path:
 
 def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> dict[str, Any]:
     """Evaluates one policy into `out`; finished results of the same settings are read instead."""
+    device = prepare_torch(config.device, config.torch_threads)
+    machine = describe_machine(device)
     settings = {
         "policy": path,
-        "weights_sha256": _weights_hash(path),
+        "policy_sha256": _policy_hash(path),
         **{
             name: getattr(config, name)
             for name in ("env_id", "env_kwargs", "rename", "task", "episodes", "seed")
         },
         **{name: getattr(config, name) for name in ("seconds", "fast", "noise", "expert_fp32")},
+        "device_type": device.type,
+        "versions": machine["versions"],
     }
     settings = json.loads(json.dumps(settings))
     if (finished := _finished_results(out, settings)) is not None:
         tell(f"{out / RESULTS}: finished before, not repeated")
         return finished
 
-    device = prepare_torch(config.device, config.torch_threads)
     policy = load(
         path,
         device=device,
@@ -92,22 +96,28 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
     noise = _trained_noise(path, policy) if config.noise else None
     spec = find_spec(config.env_id)
     kwargs = resolve_env_kwargs(spec, parse_env_kwargs(config.env_kwargs), config.seconds, policy.spec)
-    vec_env = make_vector_env(config.env_id, min(config.workers, config.episodes), kwargs)
-    failed = True
-    try:
-        check_spaces(vec_env, policy.spec)
-        scenes = fixed_scenes(config.seed, config.episodes)
-        records = validate(policy, vec_env, scenes, label=path, default_task=config.task, noise=noise)
-        log_metrics = log_metrics_of(vec_env)
-        failed = False
-    finally:
-        close_vector_env(vec_env, failed)
+    scenes = fixed_scenes(config.seed, config.episodes)
+    if config.fast:
+        records, log_metrics = run_fast(
+            policy,
+            config.env_id,
+            kwargs,
+            scenes,
+            config.workers,
+            label=path,
+            default_task=config.task,
+            noise=noise,
+        )
+    else:
+        records, log_metrics = run_plain(
+            policy, config.env_id, kwargs, scenes, label=path, default_task=config.task
+        )
     results = {
         "settings": settings,
         "environment": {"id": config.env_id, "kwargs": {**spec.kwargs, **kwargs}},
         "n_action_steps": policy.spec.n_action_steps,
         "chunk_size": policy.spec.chunk_size,
-        **describe_machine(device),
+        **machine,
         "summary": summarize(records, log_metrics),
         "episodes": records,
     }
@@ -118,6 +128,48 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         f"({numbers['ci95'][0]:.1%} to {numbers['ci95'][1]:.1%}); {out / RESULTS}"
     )
     return results
+
+
+def run_fast(
+    policy: FlowPolicy,
+    env_id: str,
+    env_kwargs: Mapping[str, Any],
+    scenes: Sequence[Scene],
+    workers: int,
+    *,
+    label: str,
+    default_task: str = "",
+    noise: NoiseModel | None = None,
+) -> tuple[list[dict[str, Any]], LogMetrics]:
+    """One record per scene, batched over `workers` environments by the trainer's rollout, and what to report of them."""
+    vec_env = make_vector_env(env_id, min(workers, len(scenes)), env_kwargs)
+    failed = True
+    try:
+        check_spaces(vec_env, policy.spec)
+        records = validate(policy, vec_env, scenes, label=label, default_task=default_task, noise=noise)
+        failed = False
+    finally:
+        close_vector_env(vec_env, failed)
+    return records, log_metrics_of(vec_env)
+
+
+def run_plain(
+    policy: FlowPolicy,
+    env_id: str,
+    env_kwargs: Mapping[str, Any],
+    scenes: Sequence[Scene],
+    *,
+    label: str,
+    default_task: str = "",
+) -> tuple[list[dict[str, Any]], LogMetrics]:
+    """The same by one environment and the sampler of the policy's library, see `plain`."""
+    env = make_single_env(env_id, env_kwargs)
+    try:
+        check_spaces(env, policy.spec)
+        records = evaluate_plain(policy, env, scenes, label=label, default_task=default_task)
+    finally:
+        env.close()
+    return records, log_metrics_of(env)
 
 
 def summarize(records: Sequence[Mapping[str, Any]], log_metrics: LogMetrics) -> dict[str, Any]:
@@ -196,9 +248,13 @@ def _finished_results(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] 
     return results
 
 
-def _weights_hash(path: str) -> str | None:
-    weights = Path(path) / "model.safetensors"
-    if not weights.is_file():
-        return None
-    with weights.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _policy_hash(path: str) -> str | None:
+    """Of all files of a policy folder that its actions depend on; None for a hub id."""
+    folder = resolve_checkpoint(path)
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("vlm/*.json")]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        with file.open("rb") as content:
+            digest.update(f"{file.relative_to(folder)} ".encode())
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest() if files else None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 from gymnasium.vector import VectorEnv
 
 from flowrl.metrics import SUCCESS_ONLY, LogMetrics, summarize_episodes, wilson_interval
@@ -44,9 +45,9 @@ def episode_records(rollout: Rollout) -> list[dict[str, Any]]:
     return [episode.record() for episode in rollout.episodes]
 
 
-def log_metrics_of(vec_env: VectorEnv) -> LogMetrics:
+def log_metrics_of(env: VectorEnv | gymnasium.Env) -> LogMetrics:
     """What the environment wants reported; success alone when it does not say."""
-    return vec_env.metadata.get("log_metrics", SUCCESS_ONLY)
+    return env.metadata.get("log_metrics", SUCCESS_ONLY)
 
 
 def summary(records: Sequence[dict[str, Any]], log_metrics: LogMetrics) -> dict[str, Any]:

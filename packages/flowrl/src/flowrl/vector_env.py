@@ -97,9 +97,9 @@ def resolve_env_kwargs(
     return {**{name: value for name, value in implied.items() if name in known}, **env_kwargs}
 
 
-def check_spaces(vec_env: VectorEnv, policy: FlowSpec) -> None:
+def check_spaces(env: VectorEnv | gymnasium.Env, policy: FlowSpec) -> None:
     """Raises FlowRLError unless the environment executes the chunks that the policy predicts."""
-    shape = vec_env.single_action_space.shape
+    shape = (env.single_action_space if isinstance(env, VectorEnv) else env.action_space).shape
     expected = (policy.chunk_size, policy.action_dim)
     if shape == expected:
         return

@@ -60,6 +60,12 @@ class FlowPolicy(ABC):
         """Velocity (B, T, D) float32 at (x_t, time); differentiable in the trainable parameters."""
 
     @abstractmethod
+    def predict_action_chunk(
+        self, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor
+    ) -> Tensor:
+        """The chunk by the policy's own library, for the same x_0 (B, T, D): (B, T, A) in the environment's units, on the CPU."""
+
+    @abstractmethod
     def normalize(self, actions: Tensor) -> Tensor:
         """Actions (B, T, A) in the environment's units -> normalized units."""
 
