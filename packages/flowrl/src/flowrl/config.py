@@ -147,6 +147,42 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class CheckConfig:
+    """Check before a training run that what is trained is what is measured. Exit code 1 when a check fails."""
+
+    policy: str = "models/chess-tiny"
+    """Policy to check: a LeRobot policy folder, a checkpoint of flowrl-train, or a hub id."""
+    env_id: str = "chess_env:ChessPick-v0"
+    """Environment, in Gymnasium's `module:id` form."""
+    env_kwargs: str = "{}"
+    """Further arguments of the environment, as JSON."""
+    rename: tuple[str, ...] = ()
+    """Names of cameras and state in the environment and in the policy: top=camera1 wrist=camera2; `wrist=` drops one."""
+    task: str = ""
+    """Instruction for environments that give none in `info["task"]`."""
+    same_episodes: int = 8
+    """Scenes on which training's path must repeat flowrl-eval; also those whose chains are rescored."""
+    noise_episodes: int = 60
+    """Scenes on which success is measured with every noise and with none."""
+    seed: int = 9_300_003
+    """Seed of the scenes; by default those of the validation."""
+    noise_seed: int = 9_300_003
+    """Seed of the scenes on which success is measured with noise."""
+    schedules: str = "0.1:0.002,0.2:0.002,0.3:0.003"
+    """Noise schedules to measure beside the policy's own: standard deviation at the first and last denoising step."""
+    workers: int = 10
+    """Environments that run side by side."""
+    seconds: float = 20.0
+    """Time limit of an episode [s], for environments that take a `seconds` argument."""
+    device: str = "auto"
+    """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
+    torch_threads: int = 2
+    """Threads of torch on the CPU."""
+    out: str = ""
+    """Folder for check.md and check.json. Empty: outputs/check/<name of the policy>."""
+
+
+@dataclass(frozen=True)
 class RelocateConfig:
     """Rewrite the path of the vision-language model in a checkpoint that was moved, for LeRobot's own tools."""
 
@@ -172,6 +208,8 @@ AT_LEAST_ONE = (
     "minibatch",
     "torch_threads",
     "workers",
+    "same_episodes",
+    "noise_episodes",
 )
 AT_LEAST_ZERO = (
     "iterations",
@@ -180,6 +218,7 @@ AT_LEAST_ZERO = (
     "train_seed",
     "val_seed",
     "seed",
+    "noise_seed",
     "sigma_lr",
     "lr",
     "critic_lr",
@@ -188,7 +227,7 @@ AT_LEAST_ZERO = (
 POSITIVE = ("seconds", "sigma_start", "sigma_end", "target_kl", "max_grad_norm", "kl_adapt")
 
 
-def check_config(config: TrainConfig | EvalConfig) -> None:
+def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:
     """Raises FlowRLError, one line, for a value that cannot work."""
     values = asdict(config)
     for name, value in values.items():
@@ -210,6 +249,8 @@ def check_config(config: TrainConfig | EvalConfig) -> None:
             raise FlowRLError(f"{flag(name)} {value!r}: must be auto, cpu, cuda or cuda:N")
     parse_env_kwargs(config.env_kwargs)
     parse_rename(config.rename)
+    if isinstance(config, CheckConfig):
+        parse_schedules(config.schedules)
     if isinstance(config, TrainConfig) and config.train_seed == config.val_seed:
         raise FlowRLError(
             f"--val-seed {config.val_seed} equals --train-seed: validation scenes would be trained on; choose another"
@@ -231,6 +272,26 @@ def parse_env_kwargs(text: str) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise FlowRLError(f"--env-kwargs {text!r}: must be a JSON object, for example '{{\"seconds\": 10}}'")
     return kwargs
+
+
+def parse_schedules(text: str) -> list[tuple[float, float]]:
+    """ "0.1:0.002,0.2:0.002" as [(0.1, 0.002), (0.2, 0.002)]; none for an empty text.
+
+    Raises:
+        FlowRLError: a schedule that is not two positive finite numbers.
+    """
+    schedules = []
+    for part in filter(None, text.split(",")):
+        try:
+            start, end = (float(number) for number in part.split(":"))
+            if not all(0 < sigma < float("inf") for sigma in (start, end)):
+                raise ValueError
+        except ValueError:
+            raise FlowRLError(
+                f"--schedules {part!r}: must be START:END, two positive numbers, for example 0.2:0.002"
+            ) from None
+        schedules.append((start, end))
+    return schedules
 
 
 def parse_rename(pairs: tuple[str, ...]) -> dict[str, str]:

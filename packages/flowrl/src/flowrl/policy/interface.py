@@ -89,3 +89,12 @@ class FlowPolicy(ABC):
             folder: An existing, empty folder.
             final_folder: Where the folder will lie in the end, if it is going to be renamed.
         """
+
+    def reload_with_library(
+        self, folder: Path | str, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor
+    ) -> tuple[Mapping[str, Tensor], Tensor] | None:
+        """A saved folder as the policy's own library loads it: its weights by name, and its chunk for x_0.
+
+        None where there is no such library.
+        """
+        return None

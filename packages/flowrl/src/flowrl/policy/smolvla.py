@@ -53,6 +53,7 @@ from flowrl.policy.smolvla_loading import (
     load_weights,
     read_config,
 )
+from flowrl.policy.smolvla_reference import reload_with_lerobot
 from flowrl.prefix import Prefix
 
 ExpertDtype = Literal["float32", "loaded"]
@@ -216,6 +217,13 @@ class SmolVLAFlowPolicy(FlowPolicy):
         if tuple(x_0.shape) != expected:
             raise ValueError(f"x_0 has shape {tuple(x_0.shape)}, expected {expected}")
         return self.unnormalize(self.module.predict_action_chunk(batch, noise=x_0.to(self.device)))
+
+    def reload_with_library(
+        self, folder: Path | str, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
+        return reload_with_lerobot(
+            folder, observation, tasks, x_0, device=self.device, rename_map=self._rename_map
+        )
 
     def normalize(self, actions: Tensor) -> Tensor:
         return self._normalizer(create_transition(action=actions))[TransitionKey.ACTION]
