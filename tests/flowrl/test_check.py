@@ -115,6 +115,14 @@ def test_every_noise_is_measured_on_the_same_scenes_beside_none(finished):
     assert all(r["success"].endswith("/6") for r in results[1].rows)
 
 
+def test_the_program_fails_where_training_samples_on_another_grid_than_the_library(monkeypatch, tmp_path):
+    with shifted_grid(monkeypatch, flowrl.flow.sampler, flowrl.flow.likelihood):
+        results = check(replace(CONFIG, out=str(tmp_path), same_episodes=2, noise_episodes=2), TRAIN, load)
+    assert [result.passed for result in results] == [False, False, True, True, True]
+    assert json.loads((tmp_path / "check.json").read_text())["passed"] is False
+    assert "1. Same as eval: FAILED" in (tmp_path / "check.md").read_text()
+
+
 def test_a_failed_check_is_told_and_fails_the_whole():
     result = CheckResult("Update", [{"what": "a", "passed": True}, {"what": "b", "passed": False}], {})
     assert not result.passed and "1. Update: FAILED" in report("x", [result])

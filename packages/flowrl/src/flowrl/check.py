@@ -149,16 +149,18 @@ class _Session:
         if own.settings() != default.settings():
             likelihood_rows += likelihood(_describe(own), self.policy, self.decisions, own)
 
-        basis = self.train_config.noise_basis
-        candidates = [own, *(self._noise(*ends, basis) for ends in parse_schedules(config.schedules))]
-        unique = {_describe(noise): noise for noise in candidates}
+        train, own_name = self.train_config, f"{_describe(own)}, the policy's own"
+        candidates = {own_name: (train.sigma_start, train.sigma_end)}
+        for start, end in parse_schedules(config.schedules):
+            if (start, end) != candidates[own_name]:
+                candidates[_describe(self._noise(start, end, train.noise_basis))] = (start, end)
         none = self._validate(None)
         _need_success(none)
         rows = [noise_cost("none", none, none, None)]
-        for name, noise in unique.items():
-            error = noise_size_error(self.policy, self.decisions, noise, noise.sigma_start, noise.sigma_end)
-            label = f"{name}, the policy's own" if noise is own else name
-            rows.append(noise_cost(label, none, self._validate(noise), error))
+        for name, (start, end) in candidates.items():
+            noise = self._noise(start, end, train.noise_basis)
+            error = noise_size_error(self.policy, self.decisions, noise, start, end)
+            rows.append(noise_cost(name, none, self._validate(noise), error))
         return [
             CheckResult("Noise", rows, {"scenes": config.noise_episodes, "seed": config.noise_seed}),
             CheckResult("Likelihood", likelihood_rows, {"expert": self.expert_dtype}),

@@ -194,7 +194,7 @@ def update(
         name: tensor.detach().to("cpu", copy=True) for name, tensor in policy.module.state_dict().items()
     }
     encoded = policy.encode(observation, tasks)
-    batch = first_decisions(decisions, config.minibatch if config.minibatch < MINIBATCH else MINIBATCH)
+    batch = first_decisions(decisions, min(config.minibatch, MINIBATCH))
     one_step = replace(
         config, minibatch=len(batch), epochs=1, critic_epochs=0, critic_warmup=0, kl_adapt=None, grad_cosine=False
     )  # fmt: skip

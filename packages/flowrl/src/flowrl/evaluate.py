@@ -80,6 +80,8 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         },
         **{name: getattr(config, name) for name in ("seconds", "fast", "noise", "expert_fp32")},
         "device_type": device.type,
+        "torch_threads": config.torch_threads,  # threads and, on a GPU, the batch size choose kernels
+        "batch": min(config.workers, config.episodes) if config.fast and device.type != "cpu" else None,
         "versions": machine["versions"],
     }
     settings = json.loads(json.dumps(settings))
