@@ -28,8 +28,13 @@ config = TrainConfig(
     save_every=100000, device="cpu",
 )
 
+
+def program(args):
+    train(config, lambda path, **_: load_toy(path))
+
+
 if __name__ == "__main__":
-    sys.exit(run_program(lambda args: train(config, lambda path, **_: load_toy(path)), []))
+    sys.exit(run_program(program, []))
 """
 
 

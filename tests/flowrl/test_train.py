@@ -153,11 +153,6 @@ def test_used_out_folder_is_refused_and_untouched(run):
     assert (run / "log.jsonl").read_bytes() == before
 
 
-def test_resume_is_refused(run):
-    with pytest.raises(FlowRLError, match="--resume"):
-        train(replace(CONFIG, out=str(run), resume=True), load)
-
-
 def test_iterations_leave_no_tensors_behind(tmp_path):
     config = replace(CONFIG, out=str(tmp_path / "run"))
     counts = []

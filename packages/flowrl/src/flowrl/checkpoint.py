@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 RECORD, STATE = "flowrl.json", "flowrl.safetensors"
 _FORMAT = 1
+_WITHOUT_IT = "a run whose damaged checkpoint is removed resumes from the one before"
 _PACKAGES = ("flowrl", "lerobot", "torch", "transformers", "safetensors", "gymnasium", "numpy")
 
 
@@ -219,21 +221,44 @@ def load_training_state(path: Path | str) -> TrainingState:
         FlowRLError: If a file is missing or damaged, or comes from a newer version.
     """
     folder = resolve_checkpoint(path)
+    record = _read_record(folder)
+    try:
+        tensors = load_file(folder / STATE)
+    except (SafetensorError, OSError) as error:
+        raise FlowRLError(f"{folder} is damaged ({error}); {_WITHOUT_IT}") from error
+    return TrainingState(record["meta"], record["sampler"], tensors, record["optimizers"], folder)
+
+
+def read_meta(path: Path | str) -> Mapping[str, Any] | None:
+    """The caller's record in a checkpoint, without its tensors; None where there is no checkpoint.
+
+    Raises:
+        FlowRLError: If a file is missing or damaged, or comes from a newer version.
+    """
+    folder = resolve_checkpoint(path)
+    return _read_record(folder)["meta"] if folder.is_dir() else None
+
+
+def list_checkpoints(out: Path) -> list[Path]:
+    """The checkpoints in a run's folder, also those that a killed writer had put aside: `out/last`, `out/iter_0005`, ..."""
+    matches = [re.fullmatch(r"\.?(last|best|iter_\d+)(\.old)?", path.name) for path in out.iterdir()]
+    return [out / name for name in sorted({match[1] for match in matches if match})]
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
     for name in (RECORD, STATE):
         if not (folder / name).is_file():
             raise FlowRLError(
-                f"{folder / name} is missing; this folder is no flowrl checkpoint to resume from"
+                f"{folder / name} is missing; this folder is no flowrl checkpoint to resume from. {_WITHOUT_IT}"
             )
     try:
         record = json.loads((folder / RECORD).read_text())
-        tensors = load_file(folder / STATE)
-    except (ValueError, SafetensorError, OSError) as error:
-        raise FlowRLError(f"{folder} is damaged ({error}); resume from an earlier checkpoint") from error
-    if record.get("format") != _FORMAT:
-        raise FlowRLError(
-            f"{folder / RECORD} has format {record.get('format')}, this flowrl reads {_FORMAT}; update flowrl"
-        )
-    return TrainingState(record["meta"], record["sampler"], tensors, record["optimizers"], folder)
+    except (ValueError, OSError) as error:
+        raise FlowRLError(f"{folder} is damaged ({error}); {_WITHOUT_IT}") from error
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != _FORMAT:
+        raise FlowRLError(f"{folder / RECORD} has format {found}, this flowrl reads {_FORMAT}; update flowrl")
+    return record
 
 
 def relocate(folder: Path | str, vlm_path: str | None = None) -> str:

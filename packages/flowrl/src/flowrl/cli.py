@@ -18,6 +18,7 @@ import tyro
 from flowrl.config import EvalConfig, RelocateConfig, TrainConfig, check_config
 from flowrl.errors import FlowRLError
 from flowrl.preset import describe_preset, load_preset, with_preset, with_preset_env_kwargs
+from flowrl.resume import recorded_config, settled_config
 
 BAD_INPUT, ABORTED = 2, 130
 
@@ -55,7 +56,11 @@ def run_program(program: Callable[[Sequence[str]], None], args: Sequence[str]) -
 
 
 def _train(args: Sequence[str]) -> None:
-    policy = parse_flags(TrainConfig, "flowrl-train", args).policy
+    given = parse_flags(TrainConfig, "flowrl-train", args)
+    if given.resume:
+        _resume(given.out, args)
+        return
+    policy = given.policy
     preset = load_preset(policy)
     defaults = with_preset(dataclasses.replace(TrainConfig(), policy=policy), preset)
     config = with_preset_env_kwargs(parse_flags(TrainConfig, "flowrl-train", args, defaults), preset)
@@ -66,6 +71,18 @@ def _train(args: Sequence[str]) -> None:
     from flowrl.train import train as run
 
     run(config, preset=preset)
+
+
+def _resume(out: str, args: Sequence[str]) -> None:
+    """Goes on with a run: its own flags are the defaults, and no preset is read."""
+    if not out:
+        raise FlowRLError("--resume: give the run's folder with --out")
+    config = settled_config(parse_flags(TrainConfig, "flowrl-train", args, recorded_config(out)))
+    check_config(config)
+    _quiet_libraries()
+    from flowrl.train import train as run
+
+    run(config)
 
 
 def _evaluate(args: Sequence[str]) -> None:

@@ -28,9 +28,10 @@ class TrainConfig:
     task: str = ""
     """Instruction for environments that give none in `info["task"]`."""
     out: str = ""
-    """Folder for the record and the checkpoints; must be new. Empty: runs/<name of the policy>."""
+    """Folder for the record and the checkpoints; new without --resume. Empty: runs/<name of the policy>."""
     resume: bool = False
-    """Continue the run in --out where it stopped."""
+    """Go on with the run in --out from its newest checkpoint, with its flags. Only --iterations, --val-every, --save-every,
+    --envs, --device and --torch-threads may be given anew."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -58,7 +59,7 @@ class TrainConfig:
     val_every: int = 5
     """Validate before the first update and after every so many iterations."""
     save_every: int = 5
-    """Keep a checkpoint after every so many iterations."""
+    """Keep a checkpoint after every so many iterations. A run that is killed repeats those since the last one."""
 
     lr: float = 3e-7
     """Learning rate of the policy."""

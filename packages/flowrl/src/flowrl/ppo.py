@@ -112,6 +112,7 @@ class PPO:
     Attributes:
         optimizer: AdamW without weight decay, three groups: policy, noise, critic.
         lr: The policy's learning rate now; `kl_adapt` changes it.
+        bad_in_a_row: Minibatches just before now that were skipped; counted on over iterations.
     """
 
     def __init__(self, policy: FlowPolicy, noise: NoiseModel, critic: Critic, config: TrainConfig) -> None:
@@ -126,7 +127,7 @@ class PPO:
         groups = [{"params": params, "lr": rate} for params, rate in zip(self.groups, rates) if params]
         # Fused: it is the one that can skip a step by a flag on the device (`found_inf`), without waiting for it.
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        self._bad_in_a_row = 0
+        self.bad_in_a_row = 0
 
     def update(
         self,
@@ -303,8 +304,8 @@ class PPO:
         good = []
         for values in torch.stack(list(table)).cpu().tolist():
             row = dict(zip(_COLUMNS, values))
-            self._bad_in_a_row = self._bad_in_a_row + 1 if row["bad"] else 0
-            if self._bad_in_a_row >= BAD_BATCHES_IN_A_ROW:
+            self.bad_in_a_row = self.bad_in_a_row + 1 if row["bad"] else 0
+            if self.bad_in_a_row >= BAD_BATCHES_IN_A_ROW:
                 raise FlowRLError(
                     f"{BAD_BATCHES_IN_A_ROW} minibatches in a row had a loss or gradient that is not finite; no weight was "
                     "changed by them. Lower --lr, or look for broken observations or rewards; the last checkpoint is good"

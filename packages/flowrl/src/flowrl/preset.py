@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flowrl.config import EvalConfig, TrainConfig, flag, parse_env_kwargs
+from flowrl.config import CheckConfig, EvalConfig, TrainConfig, flag, parse_env_kwargs
 from flowrl.errors import FlowRLError
 
 PRESET_FILE, RECORD_FILE = "preset.json", "flowrl.json"
@@ -39,7 +39,7 @@ def load_preset(policy: str) -> dict[str, dict[str, Any]]:
             f"{path}: unknown key train.{', train.'.join(unknown)}; allowed are {', '.join(types)}"
         )
     for name, value in train.items():
-        if not _has_type(value, types[name]):
+        if not has_type(value, types[name]):
             raise FlowRLError(f"{path}: train.{name} is {value!r}, which {flag(name)} does not take")
     meta = _read(Path(policy) / RECORD_FILE).get("meta", {})
     return {"env_kwargs": {**preset.get("env_kwargs", {}), **meta.get("env_kwargs", {})}, "train": train}
@@ -54,7 +54,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise FlowRLError(f"{path}: cannot be read as JSON ({error}); mend or delete it") from error
 
 
-def with_preset[Config: (TrainConfig, EvalConfig)](
+def with_preset[Config: (TrainConfig, EvalConfig, CheckConfig)](
     defaults: Config, preset: dict[str, dict[str, Any]]
 ) -> Config:
     """Defaults with the preset's values in their place. An evaluation takes what it has in common with training."""
@@ -68,7 +68,7 @@ def with_preset[Config: (TrainConfig, EvalConfig)](
     return dataclasses.replace(defaults, **values)
 
 
-def with_preset_env_kwargs[Config: (TrainConfig, EvalConfig)](
+def with_preset_env_kwargs[Config: (TrainConfig, EvalConfig, CheckConfig)](
     config: Config, preset: dict[str, dict[str, Any]]
 ) -> Config:
     """The preset's environment arguments, each overridden by the same key of --env-kwargs."""
@@ -84,13 +84,14 @@ def describe_preset(policy: str, preset: dict[str, dict[str, Any]]) -> str:
     return f"defaults from {policy}: {' '.join(parts)}" if parts else ""
 
 
-def _has_type(value: Any, hint: Any) -> bool:
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether a value from a JSON file is one that a field with this type hint takes."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if hint == tuple[str, ...]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if hint == float | None:
-        return value is None or _has_type(value, float)
+        return value is None or has_type(value, float)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is hint

@@ -3,9 +3,10 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,33 +48,59 @@ def check_unused(out: Path) -> None:
         raise FlowRLError(f"--out {out}: already used; choose another, or continue that run with --resume")
 
 
+def read_log(out: Path, num_lines: int) -> list[str]:
+    """The first lines of a run's log.jsonl, those of iterations 0 to num_lines - 1; later ones are left out.
+
+    Raises:
+        FlowRLError: one of them is missing or damaged.
+    """
+    path = out / "log.jsonl"
+    lines = (
+        path.read_text(encoding="utf-8", errors="replace").splitlines()[:num_lines] if path.is_file() else []
+    )
+    for iteration in range(num_lines):
+        try:
+            found = json.loads(lines[iteration])["iteration"]
+        except (IndexError, ValueError, KeyError, TypeError):
+            found = None
+        if found != iteration:
+            raise FlowRLError(
+                f"{path}: line {iteration + 1} is not that of iteration {iteration}, which has a checkpoint; put the line "
+                f"back, or start a new run from the checkpoint with --policy {out}/last"
+            )
+    return lines
+
+
 class Record:
     """The files of one run, in its out folder.
 
     Args:
         out: The folder; created.
+        args: Everything that is needed to repeat the run, for args.json.
+        log: Lines of log.jsonl with which a resumed run goes on, in the place of those in the file; None: a new run.
 
     Raises:
-        FlowRLError: the folder was used before, or cannot be written.
+        FlowRLError: the folder of a new run was used before, or cannot be written.
     """
 
-    def __init__(self, out: Path) -> None:
-        check_unused(out)
+    def __init__(self, out: Path, args: Mapping[str, Any], log: Sequence[str] | None = None) -> None:
+        if log is None:
+            check_unused(out)
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
+            write_json(out / "args.json", args)
+            if log is not None:
+                write_whole(out / "log.jsonl", "".join(f"{line}\n" for line in log))
             self._log = (out / "log.jsonl").open("a", encoding="utf-8")
-            self._board = SummaryWriter(str(out))
+            self._board = SummaryWriter(str(out), purge_step=None if log is None else len(log))
         self.out = out
 
-    def write_args(self, args: Mapping[str, Any]) -> None:
-        """Everything that is needed to repeat the run, as args.json."""
-        write_json(self.out / "args.json", args)
-
     def log(self, line: Mapping[str, Any]) -> None:
-        """Appends one line; it is in the file when this returns."""
+        """Appends one line; it is on the disk when this returns, before any checkpoint of its iteration."""
         with writing(self.out / "log.jsonl"):
             self._log.write(json.dumps(line, allow_nan=False) + "\n")
             self._log.flush()
+            os.fsync(self._log.fileno())
             for name, value in line.items():
                 if isinstance(value, int | float) and name != "iteration":
                     group = name.partition("_")[0] if name.startswith(("train_", "val_")) else "update"
@@ -118,10 +145,18 @@ def git_commit() -> str | None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file whole or not at all. Dataclasses become objects, other strangers their text."""
+    write_whole(path, json.dumps(content, indent=2, default=_plain) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
 
 

@@ -1,6 +1,7 @@
 """Training: the loop, and the run that it works on."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import create_empty_array
 
-from flowrl.checkpoint import load_policy, save_checkpoint
+from flowrl.checkpoint import TrainingState, load_policy, read_meta, save_checkpoint
 from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.gae import estimate_advantages, normalize_advantages
@@ -20,7 +21,9 @@ from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
 from flowrl.progress import Progress, tell
-from flowrl.record import Record, check_unused, describe_machine, empty_line
+from flowrl.randomness import random_state, restore_random_state, seed_all
+from flowrl.record import Record, check_unused, describe_machine, empty_line, read_log
+from flowrl.resume import changed, newest_state, read_args, recorded_config, settled_config
 from flowrl.rollout import Rollout, collect
 from flowrl.scenes import fixed_scenes, overlap, training_scenes
 from flowrl.stop import StopRequest
@@ -35,10 +38,11 @@ def train(
 ) -> Path:
     """Trains and returns the run's folder. On SIGINT or SIGTERM the current step is finished and saved.
 
-    A rollout that is interrupted is dropped: its scenes have trained nothing, and count as unused.
+    A rollout that is interrupted is dropped: its scenes have trained nothing, and count as unused. With `config.resume`
+    the run in `config.out` goes on from its newest checkpoint; what it did after that is repeated.
 
     Args:
-        config: All flags, presets applied.
+        config: All flags, presets applied. Of a resumed run all, too; see `resume.recorded_config`.
         load: Makes the policy: `load(path, device=..., expert_dtype=..., rename=...)`.
         preset: What the policy's preset had set, for the record.
 
@@ -46,25 +50,16 @@ def train(
         FlowRLError: bad input, failing environment, or a diverged update.
     """
     with StopRequest() as stop, Run(config, load, preset or {}) as run:
-        for iteration in range(config.iterations + 1):
-            line = empty_line(iteration, run.log_metrics)
-            if iteration > 0:
-                rollout = run.collect(iteration, stop)
-                if rollout.interrupted:
-                    break
-                line |= run.learn(iteration, rollout)
-                del rollout  # its decisions fill the device's memory
-            if iteration % config.val_every == 0:
-                line |= run.validate(iteration, stop)
-            run.record.log(line)
-            run.report(line)
-            run.iteration = iteration
-            if iteration > 0 and iteration % config.save_every == 0:
-                run.save(f"iter_{iteration:04d}")
-                run.save("last")
-            if stop.requested:
+        if run.pending is not None:
+            run.complete(run.pending, stop)
+        while run.iteration < config.iterations and not stop.requested:
+            rollout = run.collect(run.iteration + 1, stop)
+            if rollout.interrupted:
                 break
-        run.save("last")
+            line = run.learn(run.iteration + 1, rollout)
+            del rollout  # its decisions fill the device's memory
+            run.complete(line, stop)
+        run.save_last()
         tell(f"{'stopped' if stop.requested else 'done'} after iteration {run.iteration}: {run.out}")
     return run.out
 
@@ -73,23 +68,27 @@ class Run:
     """Policy, environments, optimizer and record of one training run; a context manager.
 
     Attributes:
-        iteration: The last complete one.
+        iteration: The last one whose update is done; 0 is the start.
+        pending: The log line of `iteration` while it is not complete: at the start, or when its validation was cut off.
         next_index: Index of the first training scene that was never used.
-        best_bound: Lower bound of the best validation success so far.
+        best_bound, best_iteration: Lower bound of the best validation success so far, and where; -1 before.
+        random: The random generators as `iteration` left them.
     """
 
     def __init__(self, config: TrainConfig, load: LoadPolicy, preset: Mapping[str, Any]) -> None:
         check_config(config)
-        if config.resume:
-            raise FlowRLError(
-                "--resume: not available yet; start a new run from the checkpoint with --policy OUT/last"
-            )
         device = prepare_torch(config.device, config.torch_threads)
-        self.config = config
         self.out = Path(config.out or Path("runs") / Path(config.policy).name)
-        check_unused(self.out)
+        state: TrainingState | None = None
+        if config.resume:
+            config = settled_config(config)
+            state = newest_state(self.out)
+            log = read_log(self.out, 0 if state is None else state.meta["iteration"] + 1)
+        else:
+            check_unused(self.out)
+        self.config = config
         self.policy = load(
-            config.policy,
+            config.policy if state is None else str(state.folder),
             device=device,
             expert_dtype="loaded" if config.expert_bf16 else "float32",
             rename=parse_rename(config.rename),
@@ -100,24 +99,32 @@ class Run:
         self.vec_env = make_vector_env(config.env_id, config.envs, kwargs)
         self.failed = False
         self.log_metrics = log_metrics_of(self.vec_env)
-        self.iteration, self.next_index, self.best_bound = 0, 0, -1.0
+        self.iteration, self.next_index, self.best_bound, self.best_iteration = 0, 0, -1.0, -1
+        self.pending: dict[str, Any] | None = empty_line(0, self.log_metrics)
+        self._last_is_current = False
         try:
             check_spaces(self.vec_env, self.policy.spec)
             self._check_scenes()
             self._build_learner(device)
-            self.record = Record(self.out)
-            self.record.write_args(
-                {
+            if config.resume:
+                if state is not None:
+                    self._restore(state)
+                    if not state.meta["validated"]:
+                        self.pending = json.loads(log.pop())
+                self._resume_record(state, log, device)
+                self._mend_best()
+            else:
+                environment = {
+                    "id": config.env_id,
+                    "kwargs": {**spec.kwargs, **kwargs},
+                    "reward_weights": self.vec_env.metadata.get("reward_weights"),
+                }
+                args = {
                     "flags": dataclasses.asdict(config),
                     "preset": dict(preset),
-                    "environment": {
-                        "id": config.env_id,
-                        "kwargs": {**spec.kwargs, **kwargs},
-                        "reward_weights": self.vec_env.metadata.get("reward_weights"),
-                    },
-                    **describe_machine(device),
+                    "environment": environment,
                 }
-            )
+                self.record = Record(self.out, args | describe_machine(device))
         except FlowRLError:
             close_vector_env(self.vec_env, failed=True)
             raise
@@ -134,9 +141,46 @@ class Run:
         ).to(device)
         blank = create_empty_array(self.vec_env.single_observation_space, n=2, fn=np.zeros)
         features = self.policy.prefix_features(self.policy.encode(blank, ["task"] * 2))
-        torch.manual_seed(config.train_seed)
+        seed_all(config.train_seed)
         self.critic = Critic(features.shape[1]).to(device)
         self.ppo = PPO(self.policy, self.noise, self.critic, config)
+        self.random = random_state(device)
+
+    def _restore(self, state: TrainingState) -> None:
+        """Everything that the checkpoint's iteration left, but the policy, which was loaded from it."""
+        state.restore_module("noise", self.noise)
+        state.restore_module("critic", self.critic)
+        state.restore_optimizer("ppo", self.ppo.optimizer)
+        meta = state.meta
+        self.iteration, self.next_index = meta["iteration"], meta["next_index"]
+        self.best_bound, self.best_iteration = meta["best_bound"], meta["best_iteration"]
+        self.ppo.lr, self.ppo.bad_in_a_row = meta["lr"], meta["bad_in_a_row"]
+        self.pending = None
+        restore_random_state(state.group("random"), meta["random"], self.policy.device)
+        self.random = random_state(self.policy.device)
+        self._last_is_current = state.folder.name == "last"
+
+    def _resume_record(self, state: TrainingState | None, log: list[str], device: torch.device) -> None:
+        """Cuts the log back to the lines of the checkpoint, and adds this start to args.json."""
+        args = read_args(self.out)
+        now = {
+            "from_iteration": self.iteration,
+            "changed": changed(recorded_config(str(self.out)), self.config),
+            **describe_machine(device),
+        }
+        args["resumptions"] = [*args.get("resumptions", []), now]
+        self.record = Record(self.out, args, log)
+        place = (
+            f"{state.folder.name}, iteration {self.iteration}" if state else "its start, without a checkpoint"
+        )
+        tell(f"resuming {self.out} from {place}")
+
+    def _mend_best(self) -> None:
+        """Writes best/ when the run was killed between the checkpoint of its best iteration and that copy of it."""
+        if self.best_iteration == self.iteration:
+            meta = read_meta(self.out / "best")
+            if meta is None or meta["iteration"] != self.iteration:
+                self.save("best")
 
     def _check_scenes(self) -> None:
         """Where scenes are told apart by seeds alone, training and validation must not share one."""
@@ -176,7 +220,7 @@ class Run:
                 return Rollout([], None, {}, 0, interrupted=True)
 
     def learn(self, iteration: int, rollout: Rollout) -> dict[str, Any]:
-        """Advantages and update; returns the training fields of the log."""
+        """Advantages and update; returns the iteration's line of the log, still without validation."""
         start = time.perf_counter()
         config, decisions = self.config, rollout.decisions
         assert decisions is not None
@@ -200,12 +244,14 @@ class Run:
                 decisions, normalize_advantages(advantages), returns, iteration, progress.advance
             )
         self.next_index += config.episodes
+        self.iteration = iteration
         fields = {
             f"train_{name}": value
             for name, value in summary(episode_records(rollout), self.log_metrics).items()
         }
         return (
-            fields
+            empty_line(iteration, self.log_metrics)
+            | fields
             | dataclasses.asdict(stats)
             | {
                 "decisions": len(decisions),
@@ -217,46 +263,89 @@ class Run:
             }
         )
 
-    def validate(self, iteration: int, stop: StopRequest) -> dict[str, Any]:
-        """Noise-free success on the fixed scenes; the best so far is kept in best/.
+    def complete(self, line: dict[str, Any], stop: StopRequest) -> None:
+        """What follows an update: validation when it is due, the log, and checkpoints, in an order that survives a kill.
 
-        Nothing when a signal to the whole process group has ended the workers: the iteration is saved without it.
+        The log goes first: a checkpoint's iteration always has its line. best/ goes last: it never holds an iteration
+        that the run has no other checkpoint of, and so is not ahead of the run when that is resumed.
+
+        Args:
+            line: The iteration's line of the log, without the validation.
+            stop: When a signal to the whole process group has ended the workers, the iteration is saved without its
+                validation, which a resumed run makes up for.
         """
+        config, iteration = self.config, self.iteration
+        self.random = random_state(self.policy.device)
+        self.pending, self._last_is_current = line, False
+        improved = False
+        if iteration % config.val_every == 0:
+            records, seconds = self.validate(stop)
+            if records is not None:
+                self.pending = None
+                fields = summary(records, self.log_metrics)
+                line = (
+                    line | {f"val_{name}": value for name, value in fields.items()} | {"val_seconds": seconds}
+                )
+                bound = success_bound(records)
+                if bound is not None and bound >= self.best_bound:
+                    self.best_bound, self.best_iteration, improved = bound, iteration, True
+        else:
+            self.pending = None
+        self.record.log(line)
+        self.report(line)
+        if self.pending is not None:
+            return
+        self.random = random_state(self.policy.device)
+        scheduled = iteration > 0 and iteration % config.save_every == 0
+        if scheduled:
+            self.save(f"iter_{iteration:04d}")
+        if scheduled or improved:
+            self.save_last()
+        if improved:
+            self.save("best")
+
+    def validate(self, stop: StopRequest) -> tuple[list[dict[str, Any]] | None, float]:
+        """Noise-free episodes on the fixed scenes, and seconds; None when a stop has ended the workers."""
         start = time.perf_counter()
         try:
             records = validate(
                 self.policy,
                 self.vec_env,
                 fixed_scenes(self.config.val_seed, self.config.val_episodes),
-                label=f"iteration {iteration}: validation",
+                label=f"iteration {self.iteration}: validation",
                 default_task=self.config.task,
             )
         except FlowRLError:
             if not stop.requested:
                 raise
             self.failed = True
-            return {}
-        bound = success_bound(records)
-        if bound is not None and bound >= self.best_bound:
-            self.best_bound = bound
-            self.iteration = iteration
-            self.save("best")
-        fields = {f"val_{name}": value for name, value in summary(records, self.log_metrics).items()}
-        return fields | {"val_seconds": round(time.perf_counter() - start, 3)}
+            return None, 0.0
+        return records, round(time.perf_counter() - start, 3)
+
+    def save_last(self) -> None:
+        """Writes last/, unless it holds this state already."""
+        if not self._last_is_current:
+            self.save("last")
+        self._last_is_current = True
 
     def save(self, name: str) -> None:
-        """Writes the checkpoint `name` of the last complete iteration."""
+        """Writes the checkpoint `name` of `iteration`."""
         save_checkpoint(
             self.out / name,
             self.policy,
             noise=self.noise,
             critic=self.critic,
             optimizers={"ppo": self.ppo.optimizer},
+            tensors={f"random.{generator}": state for generator, state in self.random.tensors.items()},
             meta={
                 "iteration": self.iteration,
+                "validated": self.pending is None,
                 "next_index": self.next_index,
                 "best_bound": self.best_bound,
+                "best_iteration": self.best_iteration,
                 "lr": self.ppo.lr,
+                "bad_in_a_row": self.ppo.bad_in_a_row,
+                "random": self.random.values,
                 "env_kwargs": self.env_kwargs,
                 "flags": dataclasses.asdict(self.config),
             },
