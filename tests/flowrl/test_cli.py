@@ -23,7 +23,7 @@ def run(name: str, *args: str, cwd=None, **env: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "relocate"])
+@pytest.mark.parametrize("name", ["train", "evaluate", "check", "relocate"])
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_help_explains_the_flags(name, columns):
     result = run(name, "--help", COLUMNS=columns)
@@ -53,6 +53,8 @@ def test_help_imports_neither_torch_nor_lerobot():
         ("train", ["--val-seed", "7700003"], ["--val-seed 7700003", "--train-seed"]),
         ("evaluate", ["--episodes", "many"], ["--episodes", "many"]),
         ("evaluate", ["--workers", "0"], ["--workers 0"]),
+        ("check", ["--noise-episodes", "0"], ["--noise-episodes 0", "at least 1"]),
+        ("check", ["--schedules", "0.2"], ["--schedules '0.2'", "START:END"]),
         ("relocate", [], ["FOLDER"]),
     ],
 )

@@ -1,6 +1,6 @@
 """Entry points of the programs: parse flags, apply the policy's preset, tell errors in one line.
 
-Exit codes: 0 done (also after an orderly stop), 2 bad input, 130 aborted by Ctrl-C. torch and lerobot are imported after
+Exit codes: 0 done (also after an orderly stop), 1 a check of flowrl-check failed, 2 bad input, 130 aborted by Ctrl-C. torch and lerobot are imported after
 the flags are understood.
 """
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from flowrl.config import EvalConfig, RelocateConfig, TrainConfig, check_config
+from flowrl.config import CheckConfig, EvalConfig, RelocateConfig, TrainConfig, check_config
 from flowrl.errors import FlowRLError
 from flowrl.preset import describe_preset, load_preset, with_preset, with_preset_env_kwargs
 from flowrl.resume import recorded_config, settled_config
 
-BAD_INPUT, ABORTED = 2, 130
+CHECK_FAILED, BAD_INPUT, ABORTED = 1, 2, 130
 
 
 def train() -> None:
@@ -33,26 +33,30 @@ def evaluate() -> None:
     sys.exit(run_program(_evaluate, sys.argv[1:]))
 
 
+def check() -> None:
+    """flowrl-check"""
+    sys.exit(run_program(_check, sys.argv[1:]))
+
+
 def relocate() -> None:
     """flowrl-relocate"""
     sys.exit(run_program(_relocate, sys.argv[1:]))
 
 
-def run_program(program: Callable[[Sequence[str]], None], args: Sequence[str]) -> int:
+def run_program(program: Callable[[Sequence[str]], int | None], args: Sequence[str]) -> int:
     """Runs a program and returns its exit code; FlowRLError becomes one line on stderr."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # idle BLAS threads spin and starve the simulators
     if list(args) == ["--version"]:
         print(f"flowrl {importlib.metadata.version('flowrl')}")
         return 0
     try:
-        program(args)
+        return program(args) or 0
     except FlowRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("aborted; checkpoints written before are complete", file=sys.stderr)
         return ABORTED
-    return 0
 
 
 def _train(args: Sequence[str]) -> None:
@@ -97,6 +101,21 @@ def _evaluate(args: Sequence[str]) -> None:
     from flowrl.evaluate import evaluate as run
 
     run(config)
+
+
+def _check(args: Sequence[str]) -> int:
+    policy = parse_flags(CheckConfig, "flowrl-check", args).policy
+    preset = load_preset(policy)
+    defaults = with_preset(dataclasses.replace(CheckConfig(), policy=policy), preset)
+    config = with_preset_env_kwargs(parse_flags(CheckConfig, "flowrl-check", args, defaults), preset)
+    check_config(config)
+    train_config = with_preset(dataclasses.replace(TrainConfig(), policy=policy), preset)
+    if line := describe_preset(policy, preset):
+        print(line, file=sys.stderr)
+    _quiet_libraries()
+    from flowrl.check import check as run
+
+    return 0 if all(result.passed for result in run(config, train_config)) else CHECK_FAILED
 
 
 def _relocate(args: Sequence[str]) -> None:
