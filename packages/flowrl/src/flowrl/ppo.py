@@ -25,7 +25,7 @@ LOG_RATIO_LIMIT = 20.0
 BAD_BATCHES_IN_A_ROW = 3
 CHECKED_ROUNDS = 4
 CPU_PART = 16
-"""Decisions in one backward pass on a CPU: 256 at once of a 2 M policy take 8 GB and 2.4 times as long."""
+"""Decisions in one backward pass on a CPU: 256 at once of a 2 M policy take 8 GB and 2.7 times as long (benchmarks/update.py)."""
 
 
 def executed_mask(num_executed: Tensor, noise: NoiseModel) -> Tensor:
