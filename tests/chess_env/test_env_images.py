@@ -1,0 +1,176 @@
+"""Images, copies, and what is left behind when environments come and go."""
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from python_process import run_python
+
+from chess_env.env import ChessPickEnv
+from chess_env.errors import (
+    ChessEnvError,
+    EpisodeError,
+    RenderingError,
+)
+from chess_env.so101 import to_units
+from chess_episodes import SMALL, hold
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_piece_appears_where_the_camera_geometry_puts_it():
+    """Projects the white piece by hand: images are neither mirrored nor upside down."""
+    env = ChessPickEnv(image_size=(120, 200), distractors=0, randomization="none")
+    for index in range(6):
+        observation, _ = env.reset(seed=2, options={"index": index})
+        model, data = env.simulation.scene.model, env.simulation.data
+        camera = model.camera("top").id
+        target = env.simulation.scene.pieces[env.simulation.target_slot]
+        point = data.xpos[target.body_id] + np.array([0, 0, 0.025]) - data.cam_xpos[camera]
+        x, y, z = data.cam_xmat[camera].reshape(3, 3).T @ point
+        focal = 60 / np.tan(np.radians(model.cam_fovy[camera]) / 2)
+        column, row = 100 + focal * x / -z, 60 - focal * y / -z
+        image = observation["pixels"]["top"].astype(int)
+        white = (image.min(axis=2) > 120) & (image.max(axis=2) - image.min(axis=2) < 25)
+        rows, columns = np.nonzero(white)
+        assert abs(columns.mean() - column) < 4 and abs(rows.mean() - row) < 4
+    assert image.shape == (120, 200, 3)
+    env.close()
+
+
+def test_environments_of_one_process_do_not_mix_their_images():
+    envs = [ChessPickEnv(**SMALL) for _ in range(3)]
+    for index, env in enumerate(envs):
+        env.reset(seed=5, options={"index": index})
+    chunk = hold({"agent_pos": to_units(envs[0].simulation.data.qpos[:6]).astype(np.float32)})
+    together = [env.step(chunk)[0]["pixels"]["wrist"] for env in envs]
+    for index in range(3):
+        alone = ChessPickEnv(**SMALL)
+        alone.reset(seed=5, options={"index": index})
+        assert np.array_equal(alone.step(chunk)[0]["pixels"]["wrist"], together[index])
+        alone.close()
+    for env in envs:
+        env.close()
+
+
+def test_render_gives_the_top_camera_large(pixel_env):
+    env = gymnasium.make("chess_env:ChessPick-v0", render_mode="rgb_array", **SMALL)
+    with pytest.raises((EpisodeError, gymnasium.error.ResetNeeded)):
+        env.render()
+    observation, _ = env.reset(seed=0)
+    frame = env.render()
+    assert frame.shape == (480, 640, 3) and frame.dtype == np.uint8
+    assert np.array_equal(frame, env.render())
+    plain, _ = pixel_env.reset(seed=0)  # the larger buffer changes no pixel
+    assert np.array_equal(observation["pixels"]["top"], plain["pixels"]["top"])
+    env.close()
+
+
+def test_another_thread_is_refused_clearly(pixel_env):
+    pixel_env.reset(seed=0)
+    caught = []
+
+    def reset_there():
+        try:
+            pixel_env.reset(seed=0)
+        except ChessEnvError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=reset_there)
+    thread.start()
+    thread.join()
+    assert isinstance(caught[0], RenderingError) and "thread" in str(caught[0])
+    pixel_env.reset(seed=0)
+
+
+@pytest.mark.parametrize("backend", ["glfw", "vulkan", "off"])
+def test_missing_opengl_is_explained_in_one_line(backend):
+    code = """
+import gymnasium, chess_env
+try:
+    env = gymnasium.make("ChessPick-v0", image_size=32)
+    env.reset(seed=0)
+except chess_env.ChessEnvError as error:
+    print(type(error).__name__, str(error))
+"""
+    result = run_python(code, MUJOCO_GL=backend, DISPLAY="", WAYLAND_DISPLAY="")
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.strip().splitlines()
+    assert line.startswith("RenderingError") and f"MUJOCO_GL={backend!r}" in line and "egl" in line
+    assert "Exception ignored" not in result.stderr
+
+
+def test_viewer_without_a_display_is_refused():
+    code = """
+import gymnasium, chess_env
+env = gymnasium.make("ChessPick-v0", image_size=32, render_mode="human")
+try:
+    env.reset(seed=0)
+except chess_env.ChessEnvError as error:
+    print(type(error).__name__, str(error))
+"""
+    result = run_python(code, DISPLAY="", WAYLAND_DISPLAY="")
+    assert result.stdout.startswith("RenderingError") and "rgb_array" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("ending", ["", "import sys; sys.exit(0)", "raise SystemExit"])
+def test_program_that_never_closes_ends_without_a_word(ending):
+    code = f"""
+import gymnasium, chess_env
+envs = [gymnasium.make("ChessPick-v0", image_size=32) for _ in range(2)]
+for env in envs:
+    env.reset(seed=0)
+envs[0].step(envs[0].action_space.sample())
+{ending}
+"""
+    result = run_python(code)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# -- copies and memory -------------------------------------------------------------------------------------------------
+
+
+def test_pickled_copy_is_a_new_environment_with_the_same_scenes(pixel_env):
+    before, _ = pixel_env.reset(seed=3)
+    for clone in (pickle.loads(pickle.dumps(pixel_env)), copy.deepcopy(pixel_env)):
+        with pytest.raises(EpisodeError):
+            clone.step(hold(before))
+        after, _ = clone.reset(seed=3)
+        assert np.array_equal(before["pixels"]["top"], after["pixels"]["top"])
+        clone.close()
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_and_files_stay_when_environments_come_and_go():
+    def cycle():
+        env = ChessPickEnv(**SMALL)
+        for _ in range(3):
+            env.reset(seed=0)
+        env.close()
+
+    for _ in range(4):
+        cycle()
+    memory, files = resident_mb(), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(12):
+        cycle()
+    assert resident_mb() - memory < 40
+    assert len(list(Path("/proc/self/fd").iterdir())) - files <= 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_stays_over_many_resets_and_images(pixel_env):
+    for _ in range(20):
+        pixel_env.reset()
+    memory = resident_mb()
+    for _ in range(100):
+        pixel_env.reset()
+    assert resident_mb() - memory < 20
