@@ -42,10 +42,10 @@ def measure(path: str, part: int, threads: int) -> None:
     import torch
 
     import flowrl.ppo
-    from flowrl.checkpoint import load_policy
     from flowrl.config import TrainConfig
     from flowrl.flow.sampler import episode_noise, sample_chain
     from flowrl.policy.critic import Critic
+    from flowrl.policy.loading import load_policy
     from flowrl.policy.noise import NoiseModel
     from flowrl.rollout import Decisions
     from flowrl.train import prepare_torch

@@ -15,8 +15,9 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from safetensors.torch import load_file
 
 import flowrl.cli
-from flowrl.checkpoint import load_policy, relocate
+from flowrl.checkpoint import relocate
 from flowrl.flow.sampler import sample_chain
+from flowrl.policy.loading import load_policy
 
 ROOT = Path(__file__).parents[2]
 CHESS_TINY = ROOT / "models" / "chess-tiny"

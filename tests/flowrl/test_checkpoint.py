@@ -12,11 +12,12 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from safetensors.torch import load_file, save_file
 
 from flowrl import checkpoint
-from flowrl.checkpoint import load_policy, load_training_state, relocate, save_checkpoint
+from flowrl.checkpoint import load_training_state, relocate, save_checkpoint
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import sample_chain
 from flowrl.policy import smolvla
 from flowrl.policy.critic import Critic
+from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 
 
@@ -307,11 +308,3 @@ def test_relocate_points_lerobot_to_the_folders_present_place(trained, tmp_path,
     load_policy(moved)
     with pytest.raises(FlowRLError, match="missing"):
         relocate(tmp_path)
-
-
-def test_an_environment_that_does_not_fit_is_told(base_folder):
-    load_policy(base_folder, action_dim=6, chunk_size=50)
-    with pytest.raises(FlowRLError, match="size 6, the environment takes 7"):
-        load_policy(base_folder, action_dim=7)
-    with pytest.raises(FlowRLError, match="chunk_size=50"):
-        load_policy(base_folder, chunk_size=20)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from gymnasium.vector import VectorEnv
 
-from flowrl.checkpoint import load_policy
 from flowrl.checks import (
     CheckResult,
     Row,
@@ -41,6 +40,7 @@ from flowrl.flow.sampler import episode_noise
 from flowrl.plain import make_single_env, reset_scene, stack_observations
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import Progress, tell
 from flowrl.record import describe_machine, write_json, writing

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -31,9 +31,6 @@ from flowrl.policy.critic import Critic
 from flowrl.policy.folder import CONFIG, PREPROCESSOR, VLM, replace_paths
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
-
-if TYPE_CHECKING:
-    from flowrl.policy.smolvla import ExpertDtype, SmolVLAFlowPolicy
 
 RECORD, STATE = "flowrl.json", "flowrl.safetensors"
 _FORMAT = 1
@@ -176,42 +173,6 @@ def resolve_checkpoint(path: Path | str) -> Path:
     path = Path(path)
     aside = _aside(path)
     return aside if not path.exists() and aside.is_dir() else path
-
-
-def load_policy(
-    path: Path | str,
-    *,
-    device: torch.device | str = "cpu",
-    expert_dtype: ExpertDtype = "float32",
-    rename: Mapping[str, str] | None = None,
-    action_dim: int | None = None,
-    chunk_size: int | None = None,
-) -> SmolVLAFlowPolicy:
-    """Loads a policy folder, a checkpoint, or a hub id. See `SmolVLAFlowPolicy.load`.
-
-    Args:
-        path, device, expert_dtype, rename: As there.
-        action_dim, chunk_size: What the environment takes, to be checked here; None skips the check.
-
-    Raises:
-        FlowRLError: On anything missing, damaged, unsupported or not fitting the environment.
-    """
-    from flowrl.policy.smolvla import SmolVLAFlowPolicy  # LeRobot takes seconds to import
-
-    policy = SmolVLAFlowPolicy.load(
-        resolve_checkpoint(path), device=device, expert_dtype=expert_dtype, rename=rename
-    )
-    if action_dim is not None and action_dim != policy.spec.action_dim:
-        raise FlowRLError(
-            f"{path} predicts actions of size {policy.spec.action_dim}, the environment takes {action_dim}; "
-            "use a policy trained for this robot"
-        )
-    if chunk_size is not None and chunk_size != policy.spec.chunk_size:
-        raise FlowRLError(
-            f"{path} predicts chunks of {policy.spec.chunk_size}, the environment takes {chunk_size}; "
-            f"make the environment with chunk_size={policy.spec.chunk_size}"
-        )
-    return policy
 
 
 def load_training_state(path: Path | str) -> TrainingState:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.checkpoint import load_policy, load_training_state, resolve_checkpoint
+from flowrl.checkpoint import load_training_state, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.metrics import LogMetrics, paired_difference, wilson_interval
 from flowrl.plain import evaluate_plain, make_single_env
 from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import tell
 from flowrl.record import describe_machine, write_json

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import create_empty_array
 
-from flowrl.checkpoint import TrainingState, load_policy, read_meta, save_checkpoint
+from flowrl.checkpoint import TrainingState, read_meta, save_checkpoint
 from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.gae import estimate_advantages, normalize_advantages
 from flowrl.metrics import explained_variance
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
 from flowrl.progress import Progress, tell

@@ -60,10 +60,10 @@ def open_policy_folder(path: Path | str) -> PolicyFolder:
         FlowRLError: If a file is missing or damaged, the VLM cannot be found, or the normalization statistics do not
             belong to the policy's features.
     """
-    folder, is_local = _local_folder(path)
-    config = _read_json(folder, CONFIG, "copy the whole policy folder again")
-    preprocessor = _read_json(folder, PREPROCESSOR, _MIGRATE)
-    postprocessor = _read_json(folder, POSTPROCESSOR, _MIGRATE)
+    folder, is_local = local_folder(path)
+    config = read_json(folder, CONFIG, "copy the whole policy folder again")
+    preprocessor = read_json(folder, PREPROCESSOR, _MIGRATE)
+    postprocessor = read_json(folder, POSTPROCESSOR, _MIGRATE)
     _check_steps(folder, preprocessor)
     _check_weights_readable(folder)
     check_statistics(folder, config, preprocessor, postprocessor)
@@ -136,7 +136,12 @@ _MIGRATE = (
 )
 
 
-def _local_folder(path: Path | str) -> tuple[Path, bool]:
+def local_folder(path: Path | str) -> tuple[Path, bool]:
+    """The folder of a path or hub id (downloaded), and whether it was one on this machine.
+
+    Raises:
+        FlowRLError: If it is neither.
+    """
     folder = Path(path)
     if folder.is_dir():
         if not (folder / CONFIG).is_file() and (folder / "pretrained_model" / CONFIG).is_file():
@@ -182,7 +187,12 @@ def _find_vlm(folder: Path, name: str, is_local: bool) -> Path:
     return Path(found)
 
 
-def _read_json(folder: Path, name: str, remedy: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str, remedy: str) -> dict[str, Any]:
+    """A JSON object from a file of the folder.
+
+    Raises:
+        FlowRLError: If the file is missing (with the remedy), or holds something else.
+    """
     file = folder / name
     if not file.is_file():
         raise FlowRLError(f"{file} is missing; {remedy}")

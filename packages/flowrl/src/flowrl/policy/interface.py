@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.prefix import Prefix
+
+ExpertDtype = Literal["float32", "loaded"]
+"""Dtype of the trained weights: float32, or that of their file."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from flowrl.policy.folder import (
     replace_json_string,
     replace_paths,
 )
-from flowrl.policy.interface import FlowPolicy, FlowSpec
+from flowrl.policy.interface import ExpertDtype, FlowPolicy, FlowSpec
 from flowrl.policy.smolvla_loading import (
     EXPERT,
     VLM_WEIGHTS,
@@ -56,7 +56,6 @@ from flowrl.policy.smolvla_loading import (
 from flowrl.policy.smolvla_reference import reload_with_lerobot
 from flowrl.prefix import Prefix
 
-ExpertDtype = Literal["float32", "loaded"]
 _TRAINABLE = (EXPERT, "model.action_in_proj.", "model.action_out_proj.", "model.action_time_mlp_")
 _TOKEN_AXES = {"pad_mask": 1, "keys": 3, "values": 3}
 
