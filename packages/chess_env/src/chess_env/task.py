@@ -1,5 +1,6 @@
 """The task: what is read of the simulation after each frame, when an episode ends and what is measured in it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,12 +52,17 @@ class Snapshot:
         """Where the fingers take the target, shape (3,)."""
         return self.target_w + GRASP_HEIGHT_M * self.target_axis_w
 
+    @property
+    def distance_m(self) -> float:
+        """Distance of the jaws' grasp point from there."""
+        offset = self.grasp_point_w - self.target_grasp_w
+        return math.sqrt(offset.dot(offset))
+
 
 def is_stable(data: mujoco.MjData) -> bool:
     """Positions and velocities are finite, and MuJoCo has given no warning since the scene began."""
-    return bool(
-        np.isfinite(data.qpos).all() and np.isfinite(data.qvel).all() and not np.any(data.warning.number)
-    )
+    finite = np.isfinite(data.qpos).all() and np.isfinite(data.qvel).all()
+    return bool(finite and not data.warning.number.any())
 
 
 def take_snapshot(
@@ -68,7 +74,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Read the task's state; `start` is the snapshot of the settled scene."""
     target = scene.pieces[target_slot].body_id
-    others = [scene.pieces[slot].body_id for slot in distractor_slots]
+    others = np.array([scene.pieces[slot].body_id for slot in distractor_slots], np.intp)
     target_w = data.xpos[target].copy()
     axis_w = data.xmat[target].reshape(3, 3)[:, 2].copy()
     held = False
@@ -78,8 +84,8 @@ def take_snapshot(
     return Snapshot(
         target_w=target_w,
         target_axis_w=axis_w,
-        distractors_w=data.xpos[others].reshape(-1, 3).copy(),
-        distractors_upright=data.xmat[others].reshape(-1, 9)[:, 8].copy(),
+        distractors_w=data.xpos[others],
+        distractors_upright=data.xmat[others, 8],
         grasp_point_w=scene.grasp_point_w(data),
         held=held,
         stable=is_stable(data),
@@ -97,8 +103,9 @@ def is_disturbed(start: Snapshot, now: Snapshot) -> bool:
     """A distractor is more than 10 mm from where it stood, or leans by more than 45 degrees."""
     if not len(now.distractors_w):
         return False
-    moved = np.linalg.norm(now.distractors_w - start.distractors_w, axis=1)
-    return bool((moved > DISTURBED_M).any() or (now.distractors_upright < UPRIGHT_MIN).any())
+    moved = now.distractors_w - start.distractors_w
+    farthest = np.sqrt(np.add.reduce(moved * moved, axis=1).max())
+    return bool(farthest > DISTURBED_M or now.distractors_upright.min() < UPRIGHT_MIN)
 
 
 def is_lifted(start: Snapshot, now: Snapshot) -> bool:
@@ -160,7 +167,7 @@ class Episode:
         """What the reward reads of this moment."""
         height = float(self.now.target_w[2] - self.start.target_w[2]) if self.now.held else 0.0
         return RewardState(
-            distance_m=float(np.linalg.norm(self.now.grasp_point_w - self.now.target_grasp_w)),
+            distance_m=self.now.distance_m,
             held_height_m=height,
             success=self.success,
             disturbed=self.disturbed,
@@ -198,7 +205,7 @@ class Measures:
     def after_frame(self, episode: Episode) -> None:
         """Distances after a frame."""
         now = episode.now
-        self.closest_m = min(self.closest_m, float(np.linalg.norm(now.grasp_point_w - now.target_grasp_w)))
+        self.closest_m = min(self.closest_m, now.distance_m)
         self.lift_m = max(self.lift_m, float(now.target_w[2] - episode.start.target_w[2]))
 
     def _lateral_mm(self) -> float:
