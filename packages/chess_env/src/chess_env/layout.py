@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from chess_env.board import REACHABLE_SQUARES, SQUARES
 from chess_env.config import MAX_DISTRACTORS
 from chess_env.errors import OptionError
+from chess_env.pieces import DEFAULT_KINDS as TARGET_KINDS
 from chess_env.pieces import PieceKind
-from chess_env.scene import TARGET_KINDS
 
 DISTRACTOR_KINDS: tuple[PieceKind, ...] = ("pawn", "knight")
 OFFSET_M = 0.003  # a piece stands this far from its square's centre at most, along each axis
