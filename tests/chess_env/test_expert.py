@@ -7,6 +7,8 @@ import pytest
 from chess_env import board, so101
 from chess_env.errors import ConfigError
 from chess_env.expert import CLOSE_ANGLE, HOVER_FRAME, Expert, ExpertAgent, ExpertConfig
+from chess_env.grasp import CollisionProbe, seed_qpos
+from chess_env.kinematics import GraspPose, jaw_direction
 from chess_env.pieces import BLACK_RGBA
 from chess_env.scene import ChessScene, Placement, build_scene
 
@@ -170,6 +172,27 @@ def test_plan_depends_on_state_and_generator_alone(scene, expert):
     np.testing.assert_array_equal(first, Expert(scene).plan(data, 0, np.random.default_rng(5)))
     other = expert.plan(data, 0, np.random.default_rng(7))
     assert other.shape != first.shape or not np.array_equal(other, first)
+
+
+def test_a_probe_built_in_an_empty_scene_sees_the_pieces_of_later_ones(scene, expert):
+    data = mujoco.MjData(scene.model)
+    scene.place(data, [], so101.HOME_QPOS)
+    early = CollisionProbe(scene)
+    placements = [
+        Placement(slot, tuple(board.square_center(f"{file}4")), 0.3) for slot, file in enumerate("de")
+    ]
+    scene.place(data, placements, so101.HOME_QPOS)
+    point = np.array([*board.square_center("e4"), 0.04])  # in the neighbour's head
+    inside = expert.planner.arm.solve(
+        GraspPose(point, 0.3, jaw_direction(point, 0.0)), so101.GRASP_POINT, seed_qpos(point)
+    )
+    assert inside.error < 0.001
+    seen = []
+    for probe in (early, CollisionProbe(scene)):
+        probe.set_pieces(data)
+        seen.append(probe.distances(np.append(inside.qpos, 0.0), 0))
+    assert seen[0] == seen[1]
+    assert seen[0][0] < 0
 
 
 def test_no_variety_is_one_path_for_any_generator(scene):

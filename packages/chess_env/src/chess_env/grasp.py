@@ -105,11 +105,13 @@ class CollisionProbe:
         model.opt.enableflags &= ~int(mujoco.mjtEnableBit.mjENBL_SLEEP)
         arm = np.isin(model.geom_bodyid, list(scene.arm_body_ids)) & (model.geom_contype > 0)
         model.geom_contype[arm] |= _PROBE_BIT
+        model.body_contype[list(scene.arm_body_ids)] |= _PROBE_BIT
         for piece in scene.pieces:  # they meet the arm alone: a resting piece's contacts would only cost time
-            drawn, solid = list(piece.drawn_geom_ids), model.geom_contype[list(piece.drawn_geom_ids)] > 0
+            solid = list(piece.solid_geom_ids)
             model.geom_contype[list(piece.geom_ids)] = model.geom_conaffinity[list(piece.geom_ids)] = 0
-            model.geom_conaffinity[drawn] = np.where(solid, _PROBE_BIT, 0)
-            model.geom_margin[drawn] = _SAFE_DISTANCE
+            model.body_contype[piece.body_id], model.body_conaffinity[piece.body_id] = 0, _PROBE_BIT
+            model.geom_conaffinity[solid] = _PROBE_BIT
+            model.geom_margin[solid] = _SAFE_DISTANCE
         self._model, self._data = model, mujoco.MjData(model)
         self._piece_of_body = np.full(model.nbody, -1)
         for piece in scene.pieces:

@@ -104,6 +104,8 @@ class Piece:
     dof_adr: int
     geom_ids: tuple[int, ...]
     drawn_geom_ids: tuple[int, ...]
+    solid_geom_ids: tuple[int, ...]
+    """Those of the drawn ones that collide while the piece is on the board."""
 
 
 class ChessScene:
@@ -252,7 +254,8 @@ class ChessScene:
         first, count = int(body.geomadr[0]), int(body.geomnum[0])
         geoms = tuple(range(first, first + count))
         drawn = tuple(geom for geom in geoms if self.model.geom_group[geom] == PIECE_GROUP)
-        return Piece(slot, kind, int(body.id), int(joint.qposadr[0]), int(joint.dofadr[0]), geoms, drawn)
+        solid = tuple(geom for geom in drawn if self.model.geom_contype[geom] > 0)
+        return Piece(slot, kind, int(body.id), int(joint.qposadr[0]), int(joint.dofadr[0]), geoms, drawn, solid)
 
     def _set_collision(self, piece: Piece, enabled: bool) -> None:
         """A parked piece collides with nothing: that spares the broad phase a third of its time and changes no state."""
