@@ -15,7 +15,7 @@ from flowrl import checkpoint
 from flowrl.checkpoint import load_training_state, relocate, save_checkpoint
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import sample_chain
-from flowrl.policy import smolvla
+from flowrl.policy import lerobot_policy
 from flowrl.policy.critic import Critic
 from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
@@ -226,7 +226,7 @@ def save_in_a_child(folder, policy, kill_at: int | None = None) -> int | None:
 
         for name in ("rename", "mkdir", "write_bytes", "write_text"):
             setattr(Path, name, counted(getattr(Path, name)))
-        checkpoint.save_file = smolvla.save_file = counted(save_file)
+        checkpoint.save_file = lerobot_policy.save_file = counted(save_file)
         checkpoint._sync = counted(checkpoint._sync)
         shutil.rmtree = counted(shutil.rmtree)
         save_checkpoint(folder, policy, meta={"iteration": 2})

@@ -1,62 +1,70 @@
-"""Building LeRobot's SmolVLA from a policy folder: strictly, without network, in the dtypes of the file."""
+"""Building one of LeRobot's policies from its folder: strictly, without network, in the dtypes of the file."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from draccus.utils import DraccusException
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
-from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from flowrl.errors import FlowRLError
 from flowrl.policy.folder import CONFIG, PolicyFolder
 
-EXPERT = "model.vlm_with_expert.lm_expert."
-VLM_WEIGHTS = "model.vlm_with_expert.vlm."
 
+def read_config(
+    folder: PolicyFolder, device: torch.device, kind: str, unsupported: Mapping[str, Callable[[Any], bool]]
+) -> Any:
+    """LeRobot's config object of a folder, for `device`, without compilation.
 
-def read_config(folder: PolicyFolder, device: torch.device) -> Any:
-    if folder.config.get("type") != "smolvla":
-        raise FlowRLError(f"{folder.path} is a {folder.config.get('type')!r} policy; flowrl takes smolvla")
+    Args:
+        folder: The folder.
+        device: Where the network will run.
+        kind: The `type` that config.json must have.
+        unsupported: What a policy of this kind may ask for and flowrl cannot do, by name: whether a config does.
+
+    Raises:
+        FlowRLError: another type, a field that this LeRobot does not know, or something unsupported.
+    """
+    if folder.config.get("type") != kind:
+        raise FlowRLError(
+            f"{folder.path} is a {folder.config.get('type')!r} policy; this adapter takes {kind}"
+        )
     try:
         config: Any = PreTrainedConfig.from_pretrained(str(folder.path))
     except (DraccusException, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise FlowRLError(f"{folder.path / CONFIG} does not fit this LeRobot version: {reason}") from error
-    unsupported = {
-        "adapt_to_pi_aloha": config.adapt_to_pi_aloha,
-        "rtc_config": config.rtc_config is not None and config.rtc_config.enabled,
-        "use_cache=false": not config.use_cache,
-        "n_obs_steps>1": config.n_obs_steps != 1,
+    shared = {
+        "rtc_config": lambda config: config.rtc_config is not None and config.rtc_config.enabled,
+        "n_obs_steps>1": lambda config: config.n_obs_steps != 1,
     }
-    for name, used in unsupported.items():
-        if used:
+    for name, is_used in {**unsupported, **shared}.items():
+        if is_used(config):
             raise FlowRLError(
                 f"{folder.path / CONFIG} uses {name}, which flowrl does not support; train without it"
             )
     if config.action_feature is None:
         raise FlowRLError(f"{folder.path / CONFIG} has no output feature 'action'")
-    config.vlm_model_name = str(folder.vlm)
-    config.load_vlm_weights = False  # The checkpoint holds all weights.
     config.compile_model = False
     config.device = str(device)
     return config
 
 
-def build_module(folder: PolicyFolder, config: Any) -> SmolVLAPolicy:
+def build_module(folder: PolicyFolder, config: Any) -> Any:
+    """LeRobot's policy of a config; its weights are random."""
     # LeRobot prints while it builds, and draws random weights that the file replaces.
     with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
         try:
-            return SmolVLAPolicy(config)
+            return get_policy_class(config.type)(config)
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise FlowRLError(
@@ -65,14 +73,29 @@ def build_module(folder: PolicyFolder, config: Any) -> SmolVLAPolicy:
             ) from error
 
 
-def load_weights(module: SmolVLAPolicy, file: Path) -> dict[str, torch.dtype]:
-    """Loads strictly, every tensor in the dtype of the file. Returns those dtypes.
+def load_weights(
+    module: nn.Module,
+    file: Path,
+    recast: Sequence[str],
+    rename: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
+) -> dict[str, torch.dtype]:
+    """Loads strictly, every tensor of `recast` in the dtype of the file. Returns the file's dtypes.
 
-    The network's constructor chooses dtypes by itself, so they are set before the values are copied.
+    Args:
+        module: The policy.
+        file: Its weights.
+        recast: Beginnings of names. LeRobot's constructor chooses dtypes by itself; these get the file's before the
+            values are copied.
+        rename: For files with names of an earlier version: the tensors under the present names.
+
+    Raises:
+        FlowRLError: a weight is missing, unexpected, or of another shape.
     """
     own = module.state_dict()
-    with safe_open(file, framework="pt") as handle:
-        stored = set(handle.keys())
+    tensors: Mapping[str, Tensor] = load_file(file)
+    if rename is not None and not tensors.keys() <= own.keys():
+        tensors = rename(tensors)
+    stored = set(tensors)
     present = {own[name].data_ptr() for name in stored & own.keys()}
     missing = sorted(name for name in own.keys() - stored if own[name].data_ptr() not in present)
     unexpected = sorted(stored - own.keys())
@@ -81,7 +104,6 @@ def load_weights(module: SmolVLAPolicy, file: Path) -> dict[str, torch.dtype]:
         if any(name.startswith(("normalize_", "unnormalize_")) for name in unexpected):
             remedy = "this is an old LeRobot checkpoint: convert it by lerobot.processor.migrate_policy_normalization"
         raise FlowRLError(f"{file}: missing {_some(missing)}, unexpected {_some(unexpected)}; {remedy}")
-    tensors = load_file(file)
     wrong = sorted(name for name in stored if tensors[name].shape != own[name].shape)
     if wrong:
         raise FlowRLError(
@@ -91,21 +113,16 @@ def load_weights(module: SmolVLAPolicy, file: Path) -> dict[str, torch.dtype]:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     named = dict(module.named_parameters())
     for name, dtype in dtypes.items():
-        if name in named and name.startswith((VLM_WEIGHTS, EXPERT)):
+        if name in named and name.startswith(tuple(recast)):
             named[name].data = named[name].data.to(dtype)
     module.load_state_dict(tensors, strict=False)
     return dtypes
 
 
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    if not names:
-        return "none"
-    return f"{len(names)} keys ({', '.join(names[:limit])}{', ...' if len(names) > limit else ''})"
-
-
 def load_processors(
     folder: PolicyFolder, config: Any, device: torch.device, rename: Mapping[str, str]
 ) -> tuple[Any, Any]:
+    """LeRobot's processors of a folder, with its own tokenizer, for `device`, and with cameras and state renamed."""
     saved: Mapping[str, str] = next(
         (
             step["config"]["rename_map"]
@@ -124,6 +141,12 @@ def load_processors(
             "rename_observations_processor": {"rename_map": rename_map},
         },
     )
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    if not names:
+        return "none"
+    return f"{len(names)} keys ({', '.join(names[:limit])}{', ...' if len(names) > limit else ''})"
 
 
 def _feature_name(name: str) -> str:

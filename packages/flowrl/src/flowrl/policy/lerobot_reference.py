@@ -1,4 +1,4 @@
-"""A saved SmolVLA as LeRobot alone loads and runs it, to compare with."""
+"""A saved policy as LeRobot alone loads and runs it, to compare with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.envs.utils import preprocess_observation
-from lerobot.policies.factory import make_pre_post_processors
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from torch import Tensor
 
 
@@ -37,7 +36,7 @@ def reload_with_lerobot(
     config: Any = PreTrainedConfig.from_pretrained(str(folder))
     config.device = str(device)
     with contextlib.redirect_stdout(io.StringIO()):  # LeRobot prints while it builds
-        module = SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
+        module: Any = get_policy_class(config.type).from_pretrained(folder, config=config, strict=True)
     preprocessor, postprocessor = make_pre_post_processors(
         module.config,
         pretrained_path=str(folder),
