@@ -21,7 +21,7 @@ def test_a_smolvla_folder_opens_as_smolvla_with_the_weights_of_its_own_loader(ba
 def test_an_unknown_type_is_told_with_the_known_ones(folder_copy):
     config = json.loads((folder_copy / "config.json").read_text())
     (folder_copy / "config.json").write_text(json.dumps({**config, "type": "act"}))
-    with pytest.raises(FlowRLError, match=r"config\.json: type 'act' .* takes smolvla"):
+    with pytest.raises(FlowRLError, match=r"config\.json: type 'act' .* takes .*smolvla"):
         load_policy(folder_copy)
 
 

@@ -20,7 +20,7 @@ from flowrl.errors import FlowRLError
 
 CONFIG, WEIGHTS, VLM = "config.json", "model.safetensors", "vlm"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor.json", "policy_postprocessor.json"
-_OPTIONAL = ("train_config.json", "preset.json", "LICENSE")
+OPTIONAL_FILES = ("train_config.json", "preset.json", "LICENSE")
 _VLM_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model")
 _STEPS = {"rename_observations_processor", "tokenizer_processor", "device_processor", "normalizer_processor"}
 _STATISTICS = {
@@ -69,7 +69,12 @@ def open_policy_folder(path: Path | str) -> PolicyFolder:
     check_statistics(folder, config, preprocessor, postprocessor)
     vlm = _find_vlm(folder, str(config.get("vlm_model_name", "")), is_local)
 
-    names = [CONFIG, PREPROCESSOR, POSTPROCESSOR, *(name for name in _OPTIONAL if (folder / name).is_file())]
+    names = [
+        CONFIG,
+        PREPROCESSOR,
+        POSTPROCESSOR,
+        *(name for name in OPTIONAL_FILES if (folder / name).is_file()),
+    ]
     names += [
         step["state_file"]
         for pipeline in (preprocessor, postprocessor)
@@ -98,9 +103,9 @@ def check_statistics(
     before = _statistics(folder, preprocessor, PREPROCESSOR, "normalizer_processor")
     after = _statistics(folder, postprocessor, POSTPROCESSOR, "unnormalizer_processor")
     for name, feature in needed.items():
-        _check_feature_statistics(name, feature, *before)
+        check_feature_statistics(name, feature, *before)
         if feature["type"] == "ACTION":
-            _check_feature_statistics(name, feature, *after)
+            check_feature_statistics(name, feature, *after)
             for key, value in before[2].items():
                 if key.startswith(f"{name}.") and key in after[2] and not torch.equal(value, after[2][key]):
                     raise FlowRLError(
@@ -247,13 +252,25 @@ def _statistics(
         raise FlowRLError(f"{file} is truncated or damaged ({error}); copy it again") from error
 
 
-def _check_feature_statistics(
+def check_feature_statistics(
     name: str,
     feature: Mapping[str, Any],
     file: Path,
     modes: Mapping[str, str],
     statistics: Mapping[str, Tensor],
 ) -> None:
+    """Proves that a feature is normalized, by finite statistics of its own size.
+
+    Args:
+        name: The feature, for example "action".
+        feature: Its "type" (STATE or ACTION) and "shape".
+        file: Where the statistics come from, for the error.
+        modes: Normalization by type, for example {"STATE": "MEAN_STD"}.
+        statistics: "<name>.mean" and so on.
+
+    Raises:
+        FlowRLError: If one is missing, of another size, not finite, or all are an identity.
+    """
     mode = modes.get(feature["type"], "IDENTITY")
     if mode not in _STATISTICS:
         raise FlowRLError(

@@ -53,6 +53,8 @@ class FlowPolicy(ABC):
     spec: FlowSpec
     device: torch.device
     module: nn.Module
+    takes_instruction: bool = True
+    """Whether `encode` reads the instructions. Where it does not, an environment needs to give none."""
 
     @abstractmethod
     def encode(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> Prefix:

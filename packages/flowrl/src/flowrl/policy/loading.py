@@ -14,6 +14,7 @@ from flowrl.policy.folder import CONFIG, local_folder, read_json
 from flowrl.policy.interface import ExpertDtype, FlowPolicy
 
 ADAPTERS = {
+    "flow_mlp": "flowrl.policy.mlp:MLPFlowPolicy",
     "smolvla": "flowrl.policy.smolvla:SmolVLAFlowPolicy",
 }
 """Value of "type" in config.json -> module:class. Imported when it is needed, since LeRobot takes seconds to import."""
