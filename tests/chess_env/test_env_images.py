@@ -1,6 +1,7 @@
 """Images, copies, and what is left behind when environments come and go."""
 
 import copy
+import itertools
 import pickle
 import threading
 from pathlib import Path
@@ -17,7 +18,8 @@ from chess_env.errors import (
     RenderingError,
 )
 from chess_env.so101 import to_units
-from chess_episodes import SMALL, hold
+from chess_env.view import draw_picture
+from chess_episodes import SMALL, expert_chunks, full_state, hold
 
 # -- images ------------------------------------------------------------------------------------------------------------
 
@@ -67,6 +69,61 @@ def test_render_gives_the_top_camera_large(pixel_env):
     assert np.array_equal(frame, env.render())
     plain, _ = pixel_env.reset(seed=0)  # the larger buffer changes no pixel
     assert np.array_equal(observation["pixels"]["top"], plain["pixels"]["top"])
+    env.close()
+
+
+def test_picture_list_has_the_start_and_every_control_frame_and_ends_with_the_terminal_one():
+    env = gymnasium.make("chess_env:ChessPick-v0", render_mode="rgb_array_list", observation="state")
+    env.reset(seed=9_300_003, options={"index": 3})
+    pictures, executed = env.render(), 0
+    assert len(pictures) == 1 and env.render() == []
+    for chunk in expert_chunks(env.unwrapped):
+        *_, terminated, _, info = env.step(chunk)
+        pictures += env.render()
+        executed += info["num_executed_frames"]
+        assert len(pictures) == 1 + executed
+        if terminated:
+            break
+    assert terminated and info["is_success"]
+    assert all(picture.shape == (480, 880, 3) and picture.dtype == np.uint8 for picture in pictures)
+    moved = [not np.array_equal(a, b) for a, b in itertools.pairwise(pictures)]
+    assert all(moved[1:])
+    again = draw_picture(env.unwrapped._open_renderer(), env.unwrapped.simulation)
+    assert np.array_equal(again, pictures[-1]), "the last picture is not the state at the end"
+    env.reset(seed=9_300_003, options={"index": 4})
+    assert len(env.render()) == 1, "pictures of an episode before are forgotten at a reset"
+    env.close()
+
+
+def test_pictures_for_people_change_nothing_that_a_policy_sees():
+    """Target's mark and caption are drawn into the view of the scene alone."""
+    bare = ChessPickEnv(n_action_steps=4, **SMALL)
+    watched = ChessPickEnv(n_action_steps=4, render_mode="rgb_array_list", **SMALL)
+    plain, shown = (env.reset(seed=4, options={"index": 1})[0] for env in (bare, watched))
+    chunk = hold(plain)
+    for _ in range(2):
+        for camera in ("top", "wrist"):
+            assert np.array_equal(plain["pixels"][camera], shown["pixels"][camera])
+        assert np.array_equal(plain["agent_pos"], shown["agent_pos"])
+        plain, shown = bare.step(chunk)[0], watched.step(chunk)[0]
+    assert np.array_equal(full_state(bare), full_state(watched))
+    picture, renderer = watched.render()[-1], watched._open_renderer()
+    simulation = watched.simulation
+    for row, camera in enumerate(("top", "wrist")):
+        clean = renderer.render(simulation.data, camera, (240, 240))
+        assert np.array_equal(picture[240 * row : 240 * row + 240, 640:], clean)
+    scene = picture[:, :640].astype(int)
+    assert (scene[..., 1] - scene[..., [0, 2]].max(axis=2) > 60).sum() > 30, "no green mark in the scene"
+    watched.close()
+    bare.close()
+
+
+@pytest.mark.parametrize("mode", [None, "rgb_array"])
+def test_other_render_modes_draw_no_picture_of_a_frame(mode):
+    env = ChessPickEnv(render_mode=mode, observation="state")
+    observation, _ = env.reset(seed=0)
+    env.step(hold(observation))
+    assert env._renderer is None
     env.close()
 
 

@@ -13,7 +13,7 @@ PHYSICS_TIMESTEP_S = 1.0 / 240.0
 MAX_DISTRACTORS = 15
 IMAGE_SIZE_LIMITS = (16, 2048)
 OBSERVATIONS = ("pixels", "state")
-RENDER_MODES = ("rgb_array", "human")
+RENDER_MODES = ("rgb_array", "rgb_array_list", "human")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -9,9 +9,9 @@ import atexit
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from chess_env.config import CONTROL_HZ
 from chess_env.errors import RenderingError
-from chess_env.opengl import choose_backend, choose_egl_device, has_display
+from chess_env.opengl import choose_backend, choose_egl_device
 
 MAX_GEOMS = 2000
 
@@ -92,8 +91,23 @@ class OffscreenRenderer:
         _close_at_exit()
         _warn_of_software_rendering()
 
-    def render(self, data: mujoco.MjData, camera: str, size: tuple[int, int]) -> NDArray[np.uint8]:
+    def render(
+        self,
+        data: mujoco.MjData,
+        camera: str | mujoco.MjvCamera,
+        size: tuple[int, int],
+        *,
+        decorate: Callable[[mujoco.MjvScene], None] | None = None,
+        caption: Mapping[str, str] | None = None,
+    ) -> NDArray[np.uint8]:
         """A camera's image, uint8, shape (height, width, 3), top row first.
+
+        Args:
+            data: The state to draw.
+            camera: Name of a camera of the model, or a free camera.
+            size: (height, width) [px].
+            decorate: Adds shapes to what is drawn, for people.
+            caption: Lines of text in the upper left corner, name and value, for people.
 
         Raises:
             RenderingError: Closed, called from another thread, an unknown camera or a size that does not fit.
@@ -106,9 +120,10 @@ class OffscreenRenderer:
             raise RenderingError(
                 f"an image of {size} does not fit the offscreen buffer of {self._max_size} pixels"
             )
-        self._camera.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
-        if self._camera.fixedcamid < 0:
-            raise RenderingError(f"camera {camera!r} does not exist in the model")
+        if isinstance(camera, str):
+            self._camera.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
+            if self._camera.fixedcamid < 0:
+                raise RenderingError(f"camera {camera!r} does not exist in the model")
         self._gl.make_current()
         viewport = mujoco.MjrRect(0, 0, size[1], size[0])
         mujoco.mjv_updateScene(
@@ -116,11 +131,22 @@ class OffscreenRenderer:
             data,
             self._option,
             None,
-            self._camera,
+            self._camera if isinstance(camera, str) else camera,
             mujoco.mjtCatBit.mjCAT_ALL.value,
             self._scene,
         )
+        if decorate is not None:
+            decorate(self._scene)
         mujoco.mjr_render(viewport, self._scene, self._context)
+        if caption:
+            mujoco.mjr_overlay(
+                mujoco.mjtFont.mjFONT_NORMAL,
+                mujoco.mjtGridPos.mjGRID_TOPLEFT,
+                viewport,
+                "\n".join(caption),
+                "\n".join(caption.values()),
+                self._context,
+            )
         pixels = np.empty((*size, 3), np.uint8)
         mujoco.mjr_readPixels(pixels, None, viewport, self._context)
         return np.ascontiguousarray(pixels[::-1])  # OpenGL's first row is the bottom
@@ -175,32 +201,3 @@ def _warn_of_software_rendering() -> None:
             "driver's EGL library",
             stacklevel=2,
         )
-
-
-class HumanViewer:
-    """MuJoCo's interactive viewer, paced to real time.
-
-    Raises:
-        RenderingError: There is no display.
-    """
-
-    def __init__(self, model: mujoco.MjModel, data: mujoco.MjData) -> None:
-        if not has_display():
-            raise RenderingError(
-                "render_mode='human' needs a display (DISPLAY is not set): use render_mode='rgb_array'"
-            )
-        import mujoco.viewer
-
-        self._handle = mujoco.viewer.launch_passive(model, data)
-        self._next_s = time.monotonic()
-
-    def show(self) -> None:
-        """Show the current state for one control frame."""
-        if self._handle.is_running():
-            self._handle.sync()
-            self._next_s = max(self._next_s + 1.0 / CONTROL_HZ, time.monotonic())
-            time.sleep(max(self._next_s - time.monotonic(), 0.0))
-
-    def close(self) -> None:
-        """Close the window."""
-        self._handle.close()
