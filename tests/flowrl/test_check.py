@@ -210,7 +210,7 @@ def test_a_noise_schedule_that_is_not_applied_is_found():
     decisions = toy_decisions(policy, asked, 8)
     default = NoiseModel(SPEC)  # the flag had no effect
     assert noise_size_error(policy, decisions, default, 0.3, 0.02) > 0.3
-    asked.perturb = lambda mean, step, eps: mean
+    asked.perturb = lambda mean, *_: mean
     assert noise_size_error(policy, decisions, asked, 0.3, 0.02) == pytest.approx(1.0)
 
 

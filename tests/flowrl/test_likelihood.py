@@ -1,18 +1,43 @@
+import numpy as np
 import pytest
 import torch
 
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.prefix import Prefix
 
 NUM_DECISIONS = 7
 
 
-@pytest.fixture(scope="module", params=["white", "dct"])
-def sampled(policy, request):
-    import numpy as np
+DCT = {"basis": "dct", "num_modes": 6}
+KINDS = {
+    "white": {},
+    "dct": DCT,
+    "learned": {"learn_sigma": True},
+    "head": {"kind": "head"},
+    "head dct": {"kind": "head", **DCT},
+    "flow-sde": {"kind": "flow-sde"},
+    "flow-sde dct": {"kind": "flow-sde", **DCT},
+}
 
+
+def make_noise(policy: FlowPolicy, prefix: Prefix, name: str) -> NoiseModel:
+    """A noise whose trained weights, if any, are off their start."""
+    settings = dict(KINDS[name])
+    if settings.get("kind") == "head":
+        settings["num_features"] = policy.prefix_features(prefix).shape[1]
+    noise = NoiseModel(policy.spec, **settings)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in noise.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return noise
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def sampled(policy, request):
     rng = np.random.default_rng(2)
     observation = {
         "pixels": {
@@ -20,11 +45,13 @@ def sampled(policy, request):
         },
         "agent_pos": rng.normal(size=(NUM_DECISIONS, 6)).astype(np.float32) * 30,
     }
-    noise = NoiseModel(policy.spec, basis=request.param, num_modes=6 if request.param == "dct" else None)
     prefix = policy.encode(observation, ["Pick up the pawn on c3."] * NUM_DECISIONS)
+    noise = make_noise(policy, prefix, request.param)
     drawn = [episode_noise(i, 0, policy.spec, noise.num_elements) for i in range(NUM_DECISIONS)]
     x_0, eps = (torch.stack(part) for part in zip(*drawn))
-    return noise, prefix, sample_chain(policy, prefix, x_0, noise, eps)
+    chain = sample_chain(policy, prefix, x_0, noise, eps)
+    assert chain.log_prob is not None and chain.log_prob.dtype == torch.float32
+    return noise, prefix, chain
 
 
 def max_ratio_deviation(new, old):

@@ -185,7 +185,7 @@ def test_learned_sigma_is_trained():
     ppo = learner(learn_sigma=True)
     before = parameters(ppo)
     ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
-    assert "noise.raw_sigma" in changed(before, parameters(ppo))
+    assert "noise.sizes.raw_sigma" in changed(before, parameters(ppo))
 
 
 @pytest.mark.parametrize(("iteration", "advantages"), [(1, None), (2, np.zeros(20))])

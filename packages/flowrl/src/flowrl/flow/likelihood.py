@@ -29,12 +29,13 @@ def rescore(policy: FlowPolicy, prefix: Prefix, states: Tensor, noise: NoiseMode
     """
     _check_states(policy, prefix, states)
     dt, times = denoising_times(policy.spec.num_denoising_steps)
+    sigma = noise.sigma_for(policy, prefix)
     log_probs = []
     for step, time in enumerate(times):
         x_t = states[:, step].contiguous()  # as in the sampler: a strided view takes another path on a GPU
         v_t = policy.velocity(x_t, _time_tensor(time, x_t), prefix)
-        mean = x_t + dt * v_t
-        log_probs.append(noise.log_prob(states[:, step + 1], mean, step))
+        mean = noise.mean(x_t, v_t, dt, step)
+        log_probs.append(noise.log_prob(states[:, step + 1], mean, step, sigma))
     return torch.stack(log_probs, dim=1)
 
 
@@ -49,8 +50,8 @@ def rescore_flat(policy: FlowPolicy, prefix: Prefix, states: Tensor, noise: Nois
     x_t = states[:, :-1]
     time = torch.tensor(times, dtype=torch.float32, device=states.device).repeat(len(prefix))
     v_t = policy.velocity(x_t.flatten(0, 1), time, prefix.repeat_interleave(num_steps)).view_as(x_t)
-    mean = x_t + dt * v_t
-    return noise.log_prob(states[:, 1:], mean)
+    mean = noise.mean(x_t, v_t, dt)
+    return noise.log_prob(states[:, 1:], mean, sigma=noise.sigma_for(policy, prefix))
 
 
 def _time_tensor(time: float, x_t: Tensor) -> Tensor:

@@ -66,16 +66,17 @@ def sample_chain(
         _check_shape("eps", eps, (batch, spec.num_denoising_steps, noise.num_elements, spec.action_dim))
 
     dt, times = denoising_times(spec.num_denoising_steps)
+    sigma = None if noise is None else noise.sigma_for(policy, prefix)
     x_t = x_0
     states, log_probs = [x_t], []
     for step, time in enumerate(times):
         v_t = policy.velocity(x_t, _time_tensor(time, x_t), prefix)
-        mean = x_t + dt * v_t
         if noise is None or eps is None:
-            x_t = mean
+            x_t = x_t + dt * v_t
         else:
-            x_t = noise.perturb(mean, step, eps[:, step])
-            log_probs.append(noise.log_prob(x_t, mean, step))
+            mean = noise.mean(x_t, v_t, dt, step)
+            x_t = noise.perturb(mean, step, eps[:, step], sigma)
+            log_probs.append(noise.log_prob(x_t, mean, step, sigma))
         states.append(x_t)
     return Chain(torch.stack(states, dim=1), torch.stack(log_probs, dim=1) if log_probs else None)
 

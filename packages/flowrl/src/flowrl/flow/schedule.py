@@ -31,3 +31,17 @@ def geometric_schedule(start: float, end: float, num_denoising_steps: int) -> li
     last = num_denoising_steps - 1
     inner = [start * (end / start) ** (step / last) for step in range(1, last)]
     return [start, *inner, end]
+
+
+def flow_sde_schedule(level: float, num_denoising_steps: int) -> list[float]:
+    """K noise sizes of the flow's SDE: sigma_k = s_k sqrt(1/K), s_k = level * sqrt(t_k / (1 - t_k)).
+
+    At t = 1 the diffusion s is infinite; the first step takes 1 - t of the second, as the source's program does, so that its
+    size is `level`. With K = 1 there is no second step, and 1 - t is 1.
+
+    Source: Liu et al. 2025, "Flow-GRPO", eq. 9 and the text below it.
+    """
+    _, times = denoising_times(num_denoising_steps)
+    ends = [1.0 - time for time in times]
+    ends[0] = 1.0 / num_denoising_steps
+    return [level * math.sqrt(time / end / num_denoising_steps) for time, end in zip(times, ends)]
