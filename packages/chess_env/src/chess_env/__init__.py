@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chess_env.env import ChessPickEnv, ChessPickStepEnv
     from chess_env.errors import ChessEnvError, WorkerError
     from chess_env.vector import ChessPickStepVectorEnv, ChessPickVectorEnv
+    from chess_env.wrappers import FlatObservation
 
 __all__ = [
     "CHESS_PICK_ID",
@@ -29,6 +30,7 @@ __all__ = [
     "ChessPickStepVectorEnv",
     "ChessPickVectorEnv",
     "EnvConfig",
+    "FlatObservation",
     "Randomization",
     "RewardConfig",
     "WorkerError",
@@ -39,6 +41,7 @@ _MODULES = {
     "env": ("ChessPickEnv", "ChessPickStepEnv"),
     "errors": ("ChessEnvError", "WorkerError"),
     "vector": ("ChessPickStepVectorEnv", "ChessPickVectorEnv"),
+    "wrappers": ("FlatObservation",),
 }
 
 
