@@ -20,6 +20,7 @@ from chess_env.errors import (
     EpisodeError,
     OptionError,
 )
+from chess_env.options import RESET_OPTIONS
 from chess_env.task import is_lifted
 from chess_episodes import SMALL, full_state, hold
 
@@ -121,7 +122,7 @@ def test_observation_table_of_the_manual_lists_every_key(env, pixel_env):
 
 def test_every_argument_and_option_is_in_the_manual():
     manual = ChessPickEnv.__doc__ or ""
-    for name in [*chess_env.DEFAULT_ARGUMENTS, "index", "early_stop", "check_expert", "torch_seed"]:
+    for name in [*chess_env.DEFAULT_ARGUMENTS, *RESET_OPTIONS, "torch_seed"]:
         assert f"`{name}" in manual or f'"{name}"' in manual, name
 
 
@@ -179,8 +180,8 @@ def test_reward_and_randomization_may_be_given_in_any_form():
 
 
 def test_unknown_option_is_an_error_and_lerobots_own_is_ignored(env):
-    with pytest.raises(OptionError, match="unknown reset option 'square'"):
-        env.reset(seed=0, options={"square": "e4"})
+    with pytest.raises(OptionError, match="unknown reset option 'colour'"):
+        env.reset(seed=0, options={"colour": "red"})
     env.reset(seed=0, options={"lerobot_new_rollout": True})
     with pytest.raises(OptionError, match="early_stop='yes'"):
         env.reset(seed=0, options={"early_stop": "yes"})

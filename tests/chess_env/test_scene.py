@@ -9,10 +9,12 @@ import pytest
 from python_process import run_python
 
 from chess_env import board, so101
+from chess_env.config import PIECES
 from chess_env.errors import ConfigError, SceneError
+from chess_env.looks import Looks
 from chess_env.pieces import BLACK_RGBA, PIECE_KINDS, PIECE_MASS
 from chess_env.rendering import OffscreenRenderer
-from chess_env.scene import HIDDEN_GROUP, PIECE_GROUP, ChessScene, Looks, Placement, build_scene
+from chess_env.scene import HIDDEN_GROUP, PIECE_GROUP, ChessScene, Placement, build_scene
 
 SQUARES = ("e4", "d4", "b2", "h8", "a7", "f3", "g6", "c5")
 
@@ -20,6 +22,11 @@ SQUARES = ("e4", "d4", "b2", "h8", "a7", "f3", "g6", "c5")
 @pytest.fixture(scope="module")
 def scene() -> ChessScene:
     return build_scene(num_distractors_max=4)
+
+
+@pytest.fixture(scope="module")
+def all_kinds() -> ChessScene:
+    return build_scene(num_distractors_max=1, kinds=PIECES)
 
 
 def placements(scene: ChessScene, num: int = 8) -> list[Placement]:
@@ -132,7 +139,11 @@ def test_place_refuses_what_it_cannot_place(scene, slots, arm, message):
 
 
 def test_looks_replace_each_other_completely(scene):
-    fields = ("geom_rgba", "geom_friction", "cam_pos", "cam_quat", "light_diffuse", "light_dir")
+    fields = (
+        "geom_rgba", "geom_friction", "cam_pos", "cam_quat", "light_diffuse", "light_dir", "body_mass", "body_inertia",
+        "body_subtreemass", "body_invweight0", "dof_M0", "dof_invweight0", "actuator_gainprm", "actuator_biasprm",
+        "dof_damping",
+    )  # fmt: skip
     scene.apply_looks(Looks())
     nominal = {name: getattr(scene.model, name).copy() for name in fields}
     scene.apply_looks(
@@ -144,6 +155,9 @@ def test_looks_replace_each_other_completely(scene):
             *[(0.1, 0.2, 0.3)] * 5,
             *[(0.01, 0.02, 0.03)] * 4,
             piece_friction_scale=0.5,
+            piece_mass_scale=0.5,
+            servo_gain_scale=0.5,
+            joint_damping_scale=0.5,
         )
     )
     for name in fields:
@@ -163,6 +177,9 @@ def test_every_field_of_looks_changes_the_model(scene):
             model.cam_quat,
             model.light_diffuse,
             model.light_dir,
+            model.body_mass,
+            model.actuator_gainprm,
+            model.dof_damping,
         )
         head = model.vis.headlight
         return b"".join(np.asarray(a).tobytes() for a in (*arrays, head.ambient, head.diffuse))
@@ -244,10 +261,89 @@ def test_images_show_the_target_where_it_projects_and_do_not_clip(scene):
     assert image.max() < 255
 
 
-def test_pieces_weigh_what_they_should(scene):
-    assert {kind: shape.height for kind, shape in PIECE_KINDS.items()} == {"pawn": 0.0485, "knight": 0.055}
-    for piece in scene.pieces:
-        assert scene.model.body_mass[piece.body_id] == pytest.approx(PIECE_MASS)
+def drawn_top(model: mujoco.MjModel, geom: int, pos: np.ndarray, rotation: np.ndarray) -> float:
+    """Highest point of a primitive that stands at ``pos`` [m]; from its half sizes, independent of the shapes' table."""
+    size, kind = model.geom_size[geom], model.geom_type[geom]
+    up = np.abs(rotation[2])
+    if kind == mujoco.mjtGeom.mjGEOM_SPHERE:
+        return float(pos[2] + size[0])
+    if kind == mujoco.mjtGeom.mjGEOM_ELLIPSOID:
+        return float(pos[2] + np.linalg.norm(rotation[2] * size))
+    if kind == mujoco.mjtGeom.mjGEOM_CAPSULE:
+        return float(pos[2] + size[0] + up[2] * size[1])
+    if kind == mujoco.mjtGeom.mjGEOM_CYLINDER:
+        return float(pos[2] + up[2] * size[1] + np.hypot(up[0], up[1]) * size[0])
+    return float(pos[2] + up @ size)
+
+
+def test_heights_follow_staunton_and_are_those_that_the_table_says(all_kinds):
+    heights = {kind: shape.height for kind, shape in PIECE_KINDS.items()}
+    assert sorted(heights, key=heights.__getitem__) == ["rook", "pawn", "knight", "bishop", "queen", "king"]
+    assert (heights["pawn"], heights["knight"]) == (0.0485, 0.055)
+    assert 0.075 <= heights["king"] <= 0.080
+    data = mujoco.MjData(all_kinds.model)
+    for slot, kind in enumerate(all_kinds.kinds):
+        all_kinds.place(data, [Placement(slot, (0.30, 0.0), 0.0)], so101.HOME_QPOS)
+        tops = [
+            drawn_top(all_kinds.model, geom, data.geom_xpos[geom], data.geom_xmat[geom].reshape(3, 3))
+            for geom in all_kinds.pieces[slot].drawn_geom_ids
+        ]
+        assert max(tops) - board.BOARD_TOP_Z == pytest.approx(heights[kind], abs=5e-4), kind
+
+
+def test_pieces_weigh_what_they_should(all_kinds):
+    model = all_kinds.model
+    masses = [model.body_mass[piece.body_id] for piece in all_kinds.pieces[: len(all_kinds.kinds)]]
+    np.testing.assert_allclose(masses, [PIECE_KINDS[kind].mass for kind in all_kinds.kinds])
+    assert masses[0] == masses[1] == pytest.approx(PIECE_MASS) and max(masses) == masses[-1] < 0.04
+    for (
+        piece
+    ) in all_kinds.pieces:  # the weight is in the base, and no principal moment exceeds the others' sum
+        assert 0.004 < model.body_ipos[piece.body_id][2] < 0.4 * PIECE_KINDS[piece.kind].height
+        moments = np.sort(model.body_inertia[piece.body_id])
+        assert moments[0] > 0 and moments[2] <= moments[0] + moments[1] + 1e-12
+
+
+@pytest.mark.parametrize("slot", range(6))
+def test_every_kind_stands_asleep_and_returns_from_a_lean_of_ten_degrees(all_kinds, slot):
+    data = mujoco.MjData(all_kinds.model)
+    all_kinds.place(data, [Placement(slot, (0.30, 0.0), 0.4)], so101.HOME_QPOS)
+    piece = all_kinds.pieces[slot]
+    assert data.ntree_awake == 1  # the arm
+    assert data.xpos[piece.body_id][2] == pytest.approx(board.BOARD_TOP_Z, abs=2e-4)
+    half = np.radians(10) / 2
+    data.qpos[piece.qpos_adr + 2 : piece.qpos_adr + 7] = [
+        board.BOARD_TOP_Z + 0.003,
+        np.cos(half),
+        np.sin(half),
+        0,
+        0,
+    ]
+    mujoco.mj_step(all_kinds.model, data, 480)
+    assert data.xmat[piece.body_id][8] > 0.9999
+
+
+def test_heads_pass_between_the_open_jaws_and_below_the_hand():
+    """The hand's box begins 66 mm above the finger tips (its lower side at z -0.037 of the gripper frame)."""
+    for kind, shape in PIECE_KINDS.items():
+        assert shape.height - shape.grasp_height < 0.066 - 0.008, kind
+        for part in shape.parts:
+            if part.pos[2] > shape.grasp_height + 0.008 and part.collides and kind != "knight":
+                assert max(part.size[:1]) < shape.grasp_radius + 0.006, kind
+
+
+def test_scaled_masses_leave_what_the_compiler_would_derive(all_kinds):
+    names = ("body_mass", "body_inertia", "body_subtreemass", "dof_M0", "body_invweight0", "dof_invweight0")
+    all_kinds.apply_looks(Looks(piece_mass_scale=1.25))
+    scaled = {name: getattr(all_kinds.model, name).copy() for name in names}
+    mujoco.mj_setConst(all_kinds.model, mujoco.MjData(all_kinds.model))
+    for name in names:
+        np.testing.assert_allclose(
+            scaled[name], getattr(all_kinds.model, name), rtol=1e-6, atol=1e-12, err_msg=name
+        )
+    all_kinds.apply_looks(Looks())
+    first = all_kinds.pieces[0].body_id
+    assert all_kinds.model.body_mass[first] == pytest.approx(PIECE_MASS)
 
 
 @pytest.mark.parametrize("slot", [0, 1])

@@ -17,6 +17,7 @@ START = Snapshot(
     grasp_point_w=np.array([0.2, 0.0, 0.2]),
     held=False,
     stable=True,
+    grasp_height_m=0.024,
 )
 
 

@@ -4,13 +4,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from chess_env.errors import ConfigError
 
 CONTROL_HZ = 30  # one joint target per frame, as LeRobot records the real arm
 PHYSICS_TIMESTEP_S = 1.0 / 240.0
 MAX_DISTRACTORS = 15
+PieceKind = Literal["pawn", "knight", "bishop", "rook", "queen", "king"]
+PIECES: tuple[PieceKind, ...] = get_args(PieceKind)
+DEFAULT_PIECES: tuple[PieceKind, ...] = ("pawn", "knight")
+TASKS = ("white", "square")
 IMAGE_SIZE_LIMITS = (16, 2048)
 OBSERVATIONS = ("pixels", "state")
 RENDER_MODES = ("rgb_array", "rgb_array_list", "human")
@@ -76,6 +80,16 @@ class Randomization:
     """Orientation of both cameras about each axis [deg]."""
     piece_friction: float = 0.0
     """Sliding friction of the pieces, as a fraction."""
+    piece_mass: float = 0.0
+    """Mass of the pieces, as a fraction."""
+    board_colour: float = 0.0
+    """Brightness of the light and of the dark squares, each on its own [0..1]."""
+    board_tint: float = 0.0
+    """Each colour channel of the light and of the dark squares on its own [0..1]."""
+    servo_gain: float = 0.0
+    """Gain of the arm's servos, as a fraction."""
+    joint_damping: float = 0.0
+    """Damping of the arm's joints, as a fraction."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -84,7 +98,10 @@ class Randomization:
                 _is_number(value) and value >= 0,
                 f"randomization {item.name}={value!r}: a finite number of at least 0 is needed",
             )
-        limits = {"light_intensity": 0.9, "piece_friction": 0.9, "arm_start_deg": 10.0, "piece_colour": 0.2}
+        limits = {
+            "light_intensity": 0.9, "arm_start_deg": 10.0, "piece_colour": 0.2, "piece_friction": 0.9, "piece_mass": 0.5,
+            "board_colour": 0.2, "servo_gain": 0.5, "joint_damping": 0.5,
+        }  # fmt: skip
         for name, limit in limits.items():
             value = getattr(self, name)
             _require(value <= limit, f"randomization {name}={value!r}: at most {limit} is allowed")
@@ -102,6 +119,11 @@ RANDOMIZATIONS: dict[str, Randomization] = {
         camera_position_m=0.01,
         camera_angle_deg=2.0,
         piece_friction=0.2,
+        piece_mass=0.25,
+        board_colour=0.06,
+        board_tint=0.03,
+        servo_gain=0.1,
+        joint_damping=0.2,
     ),
 }
 
@@ -123,6 +145,17 @@ def _named[T](value: str | Mapping[str, float] | T, kind: type[T], presets: dict
     )
 
 
+def _pieces(value: object) -> tuple[PieceKind, ...]:
+    """ "all", one kind, kinds separated by commas, or a sequence of kinds, in the order of `PIECES`."""
+    names = PIECES if value == "all" else value.split(",") if isinstance(value, str) else value
+    allowed = f"allowed are 'all' and {', '.join(map(repr, PIECES))}"
+    _require(isinstance(names, (tuple, list)) and len(names) > 0, f"pieces={value!r}: {allowed}")
+    assert isinstance(names, (tuple, list))
+    unknown = [name for name in names if name not in PIECES]
+    _require(not unknown, f"pieces={value!r} has {unknown}: {allowed}")
+    return tuple(kind for kind in PIECES if kind in names)
+
+
 def _image_size(value: int | tuple[int, int]) -> tuple[int, int]:
     size = (value, value) if isinstance(value, int) else tuple(value)
     low, high = IMAGE_SIZE_LIMITS
@@ -142,6 +175,8 @@ class EnvConfig:
     seconds: float = 20.0
     image_size: tuple[int, int] = (256, 256)
     distractors: tuple[int, int] = (0, MAX_DISTRACTORS)
+    pieces: tuple[PieceKind, ...] = DEFAULT_PIECES
+    task: str = "white"
     early_stop: bool = False
     observation: str = "pixels"
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -176,6 +211,8 @@ class EnvConfig:
                 f"distractors={values['distractors']!r}: a number or (lowest, highest) is needed",
             )
             values["distractors"] = tuple(pair)
+        if "pieces" in values:
+            values["pieces"] = _pieces(values["pieces"])
         if "reward" in values:
             values["reward"] = _named(values["reward"], RewardConfig, REWARDS, "reward")
         if "randomization" in values:
@@ -206,6 +243,11 @@ class EnvConfig:
             and 0 <= low <= high <= MAX_DISTRACTORS,
             f"distractors={self.distractors!r}: (lowest, highest) with 0 <= lowest <= highest <= {MAX_DISTRACTORS}",
         )
+        _require(
+            _pieces(self.pieces) == self.pieces,
+            f"pieces={self.pieces!r}: a tuple of different kinds in the order of {PIECES}: use EnvConfig.from_arguments",
+        )
+        _require(self.task in TASKS, f"task={self.task!r}: allowed are {', '.join(map(repr, TASKS))}")
         for name in ("early_stop", "measure"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name}={value!r}: True or False is needed")

@@ -1,6 +1,6 @@
 """The environment: a simulated SO-101 arm picks up one chess piece among others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from chess_env import opengl, so101
 from chess_env.chunk import check_actions
-from chess_env.config import CONTROL_HZ, RENDER_MODES, EnvConfig
-from chess_env.errors import ConfigError, EpisodeError, OptionError
-from chess_env.layout import check_seed, torch_seed
+from chess_env.config import CONTROL_HZ, DEFAULT_PIECES, RENDER_MODES, EnvConfig
+from chess_env.errors import ConfigError, EpisodeError
+from chess_env.layout import WHITE_INSTRUCTION, check_seed, instruction, torch_seed
+from chess_env.options import RESET_OPTIONS, check_options
+from chess_env.position import write_placement
 from chess_env.rendering import OffscreenRenderer
 from chess_env.reward import reward_terms
 from chess_env.simulation import Simulation
@@ -21,47 +23,26 @@ from chess_env.state import POSITION_LIMIT_M, read_state, state_names
 from chess_env.task import episode_metrics
 from chess_env.view import EpisodeView
 
-INSTRUCTION = "Pick up the white chess piece."
 CAMERAS = ("top", "wrist")
 RENDER_SIZE = (480, 640)
 MEASURED_MARGIN = 5.0  # a servo gives way beyond its limit by a fraction of this [deg or gripper units]
-RESET_OPTIONS = ("index", "check_expert", "early_stop")
-IGNORED_OPTIONS = ("lerobot_new_rollout",)  # LeRobot sends it with every reset
-
-LOG_METRICS: dict[str, tuple] = {
-    "success": ("success", "mean"),
-    "clean_lift": ("clean_lift", "mean"),
-    "disturbed": ("disturbed", "mean"),
-    "toppled": ("toppled", "mean"),
-    "success_pawn": ("success", "mean", ("piece", "pawn")),
-    "success_knight": ("success", "mean", ("piece", "knight")),
-    "close_mm_median": ("close_lateral_mm", "median"),
-}
 
 
-def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Reset options with Python values.
-
-    Raises:
-        OptionError: An option is unknown or has a wrong value.
-    """
-    checked: dict[str, Any] = {}
-    for name, value in (options or {}).items():
-        if name in IGNORED_OPTIONS:
-            continue
-        if name not in RESET_OPTIONS:
-            raise OptionError(f"unknown reset option {name!r}: allowed are {', '.join(RESET_OPTIONS)}")
-        if name == "index":
-            checked[name] = check_seed(value, "index")
-        elif isinstance(value, (bool, np.bool_)):
-            checked[name] = bool(value)
-        else:
-            raise OptionError(f"reset option {name}={value!r}: True or False is needed")
-    return checked
+def log_metrics(kinds: Iterable[str]) -> dict[str, tuple]:
+    """What a trainer's log shows of `info["episode_metrics"]`: name -> (metric, reduction, filter)."""
+    return {
+        "success": ("success", "mean"),
+        "clean_lift": ("clean_lift", "mean"),
+        "disturbed": ("disturbed", "mean"),
+        "toppled": ("toppled", "mean"),
+        **{f"success_{kind}": ("success", "mean", ("piece", kind)) for kind in kinds},
+        "close_mm_median": ("close_lateral_mm", "median"),
+    }
 
 
 class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
-    """Pick up the one white chess piece, a pawn or a knight, among 0 to 15 black ones.
+    """Pick up the one white chess piece, a pawn or a knight, among 0 to 15 black ones; or, with `task="square"`, the
+    piece that the instruction names.
 
     ## Action
     `Box(low, high, (chunk_size, 6), float32)`: a chunk of absolute joint targets in LeRobot's units, so that a policy
@@ -94,14 +75,33 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 
     ## Start
     A scene is a pure function of `(seed, index)`: `reset(seed=s, options={"index": i})`. `reset(seed=s)` starts at index 0 and
-    every bare `reset()` takes the next index. Further options: `early_stop` (bool, this episode only) and `check_expert`
-    (bool: draw again, deterministically and up to 20 times, until the scripted expert solves the scene; `info["expert_ok"]`).
-    `info` holds `seed`, `index`, `piece`, `square`, `num_distractors`, `task`, and `torch_seed`, a 63-bit seed for the
-    noise of a policy in this scene.
+    every bare `reset()` takes the next index. A draw that does not settle is drawn again. The other options are for this
+    episode alone; what they leave open is still a function of `(seed, index)`:
+
+    | option         | value  | what                                                                                     |
+    |----------------|--------|------------------------------------------------------------------------------------------|
+    | `index`        | int    | which scene of the seed                                                                  |
+    | `early_stop`   | bool   | in place of the argument                                                                 |
+    | `check_expert` | bool   | draw again, up to 20 times, until the scripted expert solves it; `info["expert_ok"]`     |
+    | `fen`          | str    | the position: a FEN or its first field; needs the package `chess` (`chess-env[fen]`)     |
+    | `square`       | str    | where the target stands ("e4"); with `fen` the piece there is the target, without it one is drawn |
+
+    White's first rank is next to the arm, file a on its left: the arm sits where White's player sits. An unknown option,
+    a square that is empty or out of reach, or pieces that the environment does not have, is an `OptionError`.
+
+    | `info`          | what                                                                            |
+    |-----------------|---------------------------------------------------------------------------------|
+    | seed, index     | the scene                                                                       |
+    | piece, square, colour | the target: kind, square, "white" or "black"                              |
+    | num_distractors | pieces beside the target                                                        |
+    | placement       | the position as the first field of a FEN                                        |
+    | task            | the instruction                                                                 |
+    | `torch_seed`    | a 63-bit seed for the noise of a policy in this scene                           |
+    | expert_ok       | with `check_expert`: whether the expert solved one of the draws                 |
 
     ## End
     `terminated`: `success` (the target is held 40 mm up for 10 frames), `unstable` (NaN or a MuJoCo warning; never a
-    success), and with `early_stop` also `toppled` (the target fell over) and `disturbed` (a black piece moved more than
+    success), and with `early_stop` also `toppled` (the target fell over) and `disturbed` (another piece moved more than
     10 mm or fell). `truncated`: `timeout` after `seconds`. The last `info["episode_metrics"]` has `success`, `end`,
     `clean_lift`, `disturbed`, `toppled`, `frames`, `closest_mm`, `close_lateral_mm` (None: the gripper never closed on the
     target), `lift_mm`, `return`, `piece`, `num_clipped_targets`. Every step's info has `is_success`, `reward_terms`,
@@ -111,11 +111,17 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     - `chunk_size=50`, `n_action_steps=50`: targets in a chunk, and how many of them are executed.
     - `seconds=20.0`: the timeout.
     - `image_size=256`: one size or (height, width) [px].
-    - `distractors=(0, 15)`: lowest and highest number of black pieces.
-    - `early_stop=False`: end at once when the target topples or a black piece is disturbed.
+    - `distractors=(0, 15)`: lowest and highest number of pieces beside the target.
+    - `pieces=("pawn", "knight")`: kinds that the target and the others may be; "all": `bishop`, `rook`, `queen` and `king`
+      too. A string with commas ("pawn,king") is a list of kinds.
+    - `task="white"`: the target is the one white piece ("Pick up the white chess piece."); `"square"`: pieces of both
+      colours, and the instruction names kind and square ("Pick up the knight on c3."), as it does for a position in which
+      the target is not the only white piece.
+    - `early_stop=False`: end at once when the target topples or another piece is disturbed.
     - `observation="pixels"` or `"state"`.
     - `reward="sparse"`, `"shaped"`, a dict of weights or a `RewardConfig`.
-    - `randomization="default"`, `"none"`, `"wide"`, a dict of ranges or a `Randomization`.
+    - `randomization="default"`, `"none"`, `"wide"`, a dict of ranges or a `Randomization` (arm start, light, colours of
+      pieces and board, cameras, friction and mass of the pieces, servo gains and joint damping).
     - `physics_timestep=1/240` [s]: has to divide a frame.
     - `offsamples=0`: anti-aliasing samples (0, 2, 4, 8); 0 keeps images reproducible.
     - `measure=True`: False skips `closest_mm`, `close_lateral_mm` and `lift_mm`.
@@ -137,7 +143,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         "render_modes": list(RENDER_MODES),
         "render_fps": CONTROL_HZ,
         "reset_options": RESET_OPTIONS,
-        "log_metrics": LOG_METRICS,
+        "log_metrics": log_metrics(DEFAULT_PIECES),
         "joint_names": so101.JOINT_NAMES,
         "joint_units": ("deg", "deg", "deg", "deg", "deg", "0..100"),
     }
@@ -151,12 +157,13 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self.config = EnvConfig.from_arguments(**arguments)
         self.render_mode = render_mode
         self.num_distractors_max = self.config.distractors[1]
-        names = state_names(self.num_distractors_max)
+        names = state_names(self.num_distractors_max, self.config.pieces)
         modes = [mode for mode in RENDER_MODES if mode != "human" or opengl.has_display()]
         self.metadata = {
             **type(self).metadata,
             "reward_weights": asdict(self.config.reward),
             "render_modes": modes,
+            "log_metrics": log_metrics(self.config.pieces),
             "environment_state_names": names,
         }
         self._low, self._high = (limit.astype(np.float32) for limit in so101.unit_limits())
@@ -165,6 +172,8 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._simulation = Simulation(self.config)
         self._renderer: OffscreenRenderer | None = None
         self._view = EpisodeView(render_mode, self._simulation)
+        white = self.config.task == "white"
+        self._task = WHITE_INSTRUCTION if white else "Pick up the <piece> on <square>."
         self._seed: int | None = None
         self._index = -1
         self._return = 0.0
@@ -189,13 +198,13 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     # LeRobot reads these names.
     @property
     def task(self) -> str:
-        """The instruction of the current scene."""
-        return INSTRUCTION
+        """The instruction of the current scene; before the first reset its form."""
+        return self._task
 
     @property
     def task_description(self) -> str:
-        """The instruction of the current scene."""
-        return INSTRUCTION
+        """The same, under LeRobot's name."""
+        return self.task
 
     @property
     def _max_episode_steps(self) -> int:
@@ -224,30 +233,35 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         """
         if self._closed:
             raise EpisodeError("the environment is closed: make a new one")
-        checked = check_options(options)
+        checked = check_options(options, self.config)
         if seed is not None:
             self._seed, self._index = check_seed(seed), -1
         elif self._seed is None:
             self._seed = int(np.random.SeedSequence().generate_state(1)[0])
         super().reset(seed=self._seed if seed is not None or self._index < 0 else None)
-        self._index = checked.get("index", self._index + 1)
+        self._index = self._index + 1 if checked.index is None else checked.index
         self._running = False  # until everything below has worked
         simulation = self._simulation
         simulation.begin(
             self._seed,
             self._index,
-            early_stop=checked.get("early_stop", self.config.early_stop),
-            check_expert=checked.get("check_expert", False),
+            early_stop=self.config.early_stop if checked.early_stop is None else checked.early_stop,
+            check_expert=checked.check_expert,
+            position=checked.position,
+            square=checked.square,
         )
         self._return, self._num_clipped = 0.0, 0
         layout = simulation.layout
+        self._task = instruction(layout, self.config.task)
         info: dict[str, Any] = {
             "seed": self._seed,
             "index": self._index,
             "piece": layout.target.kind,
             "square": layout.target.square,
+            "colour": layout.target.side,
             "num_distractors": len(layout.distractors),
-            "task": INSTRUCTION,
+            "placement": write_placement(layout.pieces),
+            "task": self.task,
             "torch_seed": torch_seed(self._seed, self._index),
         }
         if simulation.expert_ok is not None:

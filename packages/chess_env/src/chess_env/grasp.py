@@ -24,7 +24,6 @@ from chess_env.kinematics import ArmKinematics, GraspPose, jaw_direction, radial
 from chess_env.pieces import PIECE_KINDS
 from chess_env.scene import ChessScene
 
-GRASP_HEIGHT = 0.024  # finger tips above the board
 FIXED_JAW_CLEARANCE = 0.009  # the piece stands midway: as much room for an error on both sides
 MOVING_JAW_CLEARANCE = 0.009
 HOVER_DISTANCE = 0.055  # back along the approach
@@ -227,7 +226,7 @@ class GraspPlanner:
     def _try(self, data: mujoco.MjData, target: int, candidate: _Candidate, worst: float) -> Grasp | None:
         """The grasp of one candidate; None when it is out of reach or no clearer than ``worst`` [m]."""
         position = data.xpos[self.scene.pieces[target].body_id]
-        point = position + np.array([0.0, 0.0, GRASP_HEIGHT])
+        point = position + np.array([0.0, 0.0, PIECE_KINDS[self.scene.pieces[target].kind].grasp_height])
         jaw = jaw_direction(point, candidate.yaw)
         fixed, moving = self._side_widths(data, target, jaw)
         local = np.array([so101.FIXED_JAW_X + fixed + FIXED_JAW_CLEARANCE, 0.0, so101.TIP_Z])

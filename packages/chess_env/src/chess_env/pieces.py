@@ -15,8 +15,8 @@ from typing import Any, Literal
 import mujoco
 import numpy as np
 
-PieceKind = Literal["pawn", "knight", "bishop", "rook", "queen", "king"]
-DEFAULT_KINDS: tuple[PieceKind, ...] = ("pawn", "knight")
+from chess_env.config import PieceKind
+
 PIECE_MASS = 0.020
 """Of a pawn or a knight [kg]."""
 
@@ -160,7 +160,22 @@ PIECE_KINDS: dict[PieceKind, PieceShape] = {
         mass=0.034,
     ),
 }
-ALL_KINDS: tuple[PieceKind, ...] = tuple(PIECE_KINDS)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of the pool: its ids in the model."""
+
+    slot: int
+    kind: PieceKind
+    body_id: int
+    qpos_adr: int
+    dof_adr: int
+    geom_ids: tuple[int, ...]
+    drawn_geom_ids: tuple[int, ...]
+    solid_geom_ids: tuple[int, ...]
+    """Those of the drawn ones that collide while the piece is on the board."""
+
 
 _GEOM_TYPES = {
     "box": mujoco.mjtGeom.mjGEOM_BOX,

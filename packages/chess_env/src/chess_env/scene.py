@@ -19,12 +19,11 @@ import mujoco
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from chess_env import board, so101, so101_looks
+from chess_env import board, so101
+from chess_env.config import DEFAULT_PIECES, PieceKind
 from chess_env.errors import SceneError
-from chess_env.pieces import BASE_BIT, DEFAULT_KINDS, WHITE_RGBA, PieceKind, add_piece
-
-Rgb = tuple[float, float, float]
-Vector3 = tuple[float, float, float]
+from chess_env.looks import TOP_CAMERA, WRIST_CAMERA, Looks, ModelLooks, Vector3
+from chess_env.pieces import BASE_BIT, WHITE_RGBA, Piece, add_piece
 
 SETTLE_STEPS = 72
 """Physics steps after placing: 0.3 s at 240 Hz, by when every piece rests."""
@@ -32,8 +31,6 @@ REST_HEIGHT = 0.0006
 """Pieces start this far above the board [m] and settle onto it."""
 HIDDEN_GROUP = 5  # MuJoCo draws groups 0 to 2 by default
 PIECE_GROUP = 0
-TOP_CAMERA = "top"
-WRIST_CAMERA = "wrist"
 CAMERA_NAMES = (TOP_CAMERA, WRIST_CAMERA)
 _PARKING_X, _PARKING_STEP = -1.0, 0.1
 _SLEEP_TOLERANCE = 1e-3
@@ -66,46 +63,6 @@ class Placement:
     xy_m: tuple[float, float]
     yaw_rad: float
     rgba: tuple[float, float, float, float] = WHITE_RGBA
-
-
-@dataclass(frozen=True)
-class Looks:
-    """What may differ between scenes and is no state: light, colours (0..1), camera jitter, friction of the pieces."""
-
-    headlight_ambient: float = 0.35
-    headlight_diffuse: float = 0.15
-    light_diffuse: float = 0.40
-    light_position_m: Vector3 = (0.15, -0.40, 1.20)
-    """The light is directional: from here to the board's centre."""
-    light_square_rgb: Rgb = (0.70, 0.55, 0.36)
-    dark_square_rgb: Rgb = (0.36, 0.22, 0.13)
-    border_rgb: Rgb = (0.25, 0.16, 0.10)
-    table_rgb: Rgb = (0.33, 0.38, 0.42)
-    plastic_rgb: Rgb = so101_looks.PLASTIC_RGBA[:3]
-    top_offset_m: Vector3 = (0.0, 0.0, 0.0)
-    """Shift of the top camera [m], world frame."""
-    top_turn_rad: Vector3 = (0.0, 0.0, 0.0)
-    """Turn of the top camera about its own axes, a rotation vector [rad]."""
-    wrist_offset_m: Vector3 = (0.0, 0.0, 0.0)
-    """Shift of the wrist camera [m], gripper frame."""
-    wrist_turn_rad: Vector3 = (0.0, 0.0, 0.0)
-    piece_friction_scale: float = 1.0
-    """Sliding friction of pieces on the board and on each other, as a factor. The fingers keep their own."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One piece of the pool: its ids in the model."""
-
-    slot: int
-    kind: PieceKind
-    body_id: int
-    qpos_adr: int
-    dof_adr: int
-    geom_ids: tuple[int, ...]
-    drawn_geom_ids: tuple[int, ...]
-    solid_geom_ids: tuple[int, ...]
-    """Those of the drawn ones that collide while the piece is on the board."""
 
 
 class ChessScene:
@@ -149,16 +106,9 @@ class ChessScene:
         piece_bodies = {piece.body_id for piece in self.pieces}
         self.arm_body_ids = frozenset(range(1, model.nbody)) - piece_bodies
         self.active: tuple[int, ...] = ()
-        self._plastic = [
-            g for g in range(model.ngeom) if model.geom(g).name.startswith(so101_looks.PLASTIC_PREFIX)
-        ]
-        self._cameras = {
-            name: (model.camera(name).id, model.camera(name).pos.copy(), model.camera(name).quat.copy())
-            for name in CAMERA_NAMES
-        }
-        self._piece_friction = model.geom_friction[:, 0].copy()
         self._collision_bits = model.geom_contype.copy(), model.geom_conaffinity.copy()
         self._body_collision_bits = model.body_contype.copy(), model.body_conaffinity.copy()
+        self._looks = ModelLooks(model, self.pieces, self.joint_ids, self.actuator_ids)
         self.apply_looks(Looks())
 
     def target_slot(self, kind: PieceKind) -> int:
@@ -216,25 +166,7 @@ class ChessScene:
 
     def apply_looks(self, looks: Looks) -> None:
         """Set everything that ``Looks`` names; what an earlier call set is forgotten."""
-        model = self.model
-        model.vis.headlight.ambient[:] = looks.headlight_ambient
-        model.vis.headlight.diffuse[:] = looks.headlight_diffuse
-        light = model.light("sun").id
-        model.light_diffuse[light] = looks.light_diffuse
-        toward = np.array([*board.CENTER_XY, 0.0]) - np.array(looks.light_position_m)
-        model.light_pos[light] = looks.light_position_m
-        model.light_dir[light] = toward / np.linalg.norm(toward)
-        for name, rgb in (
-            ("light_squares", looks.light_square_rgb), ("dark_squares", looks.dark_square_rgb),
-            ("board", looks.border_rgb), ("table", looks.table_rgb),
-        ):  # fmt: skip
-            model.geom_rgba[model.geom(name).id, :3] = rgb
-        model.geom_rgba[self._plastic, :3] = looks.plastic_rgb
-        self._turn_camera(TOP_CAMERA, looks.top_offset_m, looks.top_turn_rad)
-        self._turn_camera(WRIST_CAMERA, looks.wrist_offset_m, looks.wrist_turn_rad)
-        for piece in self.pieces:
-            ids = list(piece.geom_ids)
-            model.geom_friction[ids, 0] = self._piece_friction[ids] * looks.piece_friction_scale
+        self._looks.apply(looks)
 
     def grasp_point_w(self, data: mujoco.MjData) -> NDArray[np.float64]:
         """The point between the open finger tips [m], world frame, shape (3,)."""
@@ -255,7 +187,9 @@ class ChessScene:
         geoms = tuple(range(first, first + count))
         drawn = tuple(geom for geom in geoms if self.model.geom_group[geom] == PIECE_GROUP)
         solid = tuple(geom for geom in drawn if self.model.geom_contype[geom] > 0)
-        return Piece(slot, kind, int(body.id), int(joint.qposadr[0]), int(joint.dofadr[0]), geoms, drawn, solid)
+        return Piece(
+            slot, kind, int(body.id), int(joint.qposadr[0]), int(joint.dofadr[0]), geoms, drawn, solid
+        )
 
     def _set_collision(self, piece: Piece, enabled: bool) -> None:
         """A parked piece collides with nothing: that spares the broad phase a third of its time and changes no state."""
@@ -265,21 +199,11 @@ class ChessScene:
         for values, original in zip((model.body_contype, model.body_conaffinity), self._body_collision_bits):
             values[piece.body_id] = original[piece.body_id] if enabled else 0
 
-    def _turn_camera(self, name: str, offset: Vector3, turn: Vector3) -> None:
-        camera, pos, quat = self._cameras[name]
-        angle = float(np.linalg.norm(turn))
-        rotation, turned = np.array([1.0, 0.0, 0.0, 0.0]), np.empty(4)
-        if angle > 0:
-            mujoco.mju_axisAngle2Quat(rotation, np.array(turn) / angle, angle)
-        mujoco.mju_mulQuat(turned, quat, rotation)
-        self.model.cam_pos[camera] = pos + np.array(offset)
-        self.model.cam_quat[camera] = turned
-
 
 def build_scene(
     *,
     num_distractors_max: int,
-    kinds: Sequence[PieceKind] = DEFAULT_KINDS,
+    kinds: Sequence[PieceKind] = DEFAULT_PIECES,
     physics_timestep: float = 1 / 240,
     image_size: tuple[int, int] | int = 256,
     offsamples: int = 0,

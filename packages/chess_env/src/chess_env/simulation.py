@@ -11,8 +11,10 @@ from chess_env.config import EnvConfig, Randomization
 from chess_env.errors import SceneError
 from chess_env.expert import Expert, ExpertConfig
 from chess_env.layout import Layout, PieceLayout, Variation, draw_layout
+from chess_env.looks import Looks
 from chess_env.pieces import BLACK_RGBA, WHITE_RGBA
-from chess_env.scene import ChessScene, Looks, Placement, build_scene
+from chess_env.position import PositionPiece
+from chess_env.scene import ChessScene, Placement, build_scene
 from chess_env.task import End, Episode, Measures, Snapshot, take_snapshot
 
 MAX_ATTEMPTS = 20
@@ -52,6 +54,7 @@ class Simulation:
         if self._scene is None:
             self._scene = build_scene(
                 num_distractors_max=self.config.distractors[1],
+                kinds=self.config.pieces,
                 physics_timestep=self.config.physics_timestep,
                 image_size=self.config.image_size,
                 offsamples=self.config.offsamples,
@@ -67,8 +70,17 @@ class Simulation:
         assert self._data is not None
         return self._data
 
-    def begin(self, seed: int, index: int, early_stop: bool, check_expert: bool) -> None:
-        """Build the scene of (seed, index) and let it settle.
+    def begin(
+        self,
+        seed: int,
+        index: int,
+        early_stop: bool,
+        check_expert: bool = False,
+        position: tuple[PositionPiece, ...] | None = None,
+        square: str | None = None,
+    ) -> None:
+        """Build the scene of (seed, index), with the pieces of `position` and the target on `square` if given, and let
+        it settle.
 
         A scene that does not settle, or with `check_expert` one that the expert does not solve, is drawn again, up to
         20 times in an order that (seed, index) alone decides. If the expert solves none, the first that settled stands
@@ -77,9 +89,13 @@ class Simulation:
         Raises:
             SceneError: No draw settles.
         """
+        config = self.config
         fallback: Layout | None = None
         for attempt in range(MAX_ATTEMPTS):
-            layout = draw_layout(seed, index, self.config.distractors, attempt)
+            layout = draw_layout(
+                seed, index, config.distractors, attempt,
+                kinds=config.pieces, task=config.task, position=position, square=square,
+            )  # fmt: skip
             if not self._place(layout, early_stop):
                 continue
             if not check_expert:
@@ -180,12 +196,36 @@ class Simulation:
 
 
 def _placements(scene: ChessScene, layout: Layout, ranges: Randomization) -> list[Placement]:
-    """The target's placement, then the distractors', in slots of the pool by kind."""
-    white = _colour(WHITE_RGBA, layout.variation, 0, ranges)
-    black = _colour(BLACK_RGBA, layout.variation, 1, ranges)
-    free = {kind: iter(scene.distractor_slots(kind)) for kind in {piece.kind for piece in layout.distractors}}
-    placements = [_placement(scene.target_slot(layout.target.kind), layout.target, white)]
-    placements += [_placement(next(free[piece.kind]), piece, black) for piece in layout.distractors]
+    """The target's placement, then the distractors', in slots of the pool by kind; a kind's target slot comes last."""
+    target, variation = layout.target, layout.variation
+    rgba = {
+        "white": _colour(
+            WHITE_RGBA,
+            variation.piece_brightness,
+            variation.piece_tint,
+            0,
+            ranges.piece_colour,
+            ranges.piece_tint,
+        ),
+        "black": _colour(
+            BLACK_RGBA,
+            variation.piece_brightness,
+            variation.piece_tint,
+            1,
+            ranges.piece_colour,
+            ranges.piece_tint,
+        ),
+    }
+    free = {
+        kind: iter(
+            [*scene.distractor_slots(kind), *([scene.target_slot(kind)] if kind != target.kind else [])]
+        )
+        for kind in scene.kinds
+    }
+    placements = [_placement(scene.target_slot(target.kind), target, rgba[target.side])]
+    placements += [
+        _placement(next(free[piece.kind]), piece, rgba[piece.side]) for piece in layout.distractors
+    ]
     return placements
 
 
@@ -195,13 +235,17 @@ def _placement(slot: int, piece: PieceLayout, rgba: tuple[float, float, float, f
 
 
 def _colour(
-    nominal: tuple[float, float, float, float], variation: Variation, side: int, ranges: Randomization
+    nominal: tuple[float, ...],
+    brightness: tuple[float, ...],
+    tint: tuple[float, ...],
+    which: int,
+    brightness_range: float,
+    tint_range: float,
 ) -> tuple[float, float, float, float]:
-    tint = np.array(variation.piece_tint[3 * side : 3 * side + 3]) * ranges.piece_tint
-    rgb = np.clip(
-        np.array(nominal[:3]) + variation.piece_brightness[side] * ranges.piece_colour + tint, 0.0, 1.0
-    )
-    return float(rgb[0]), float(rgb[1]), float(rgb[2]), nominal[3]
+    """A colour (red, green, blue, opacity) moved by its draws; `which` of them is its own."""
+    shift = np.array(tint[3 * which : 3 * which + 3]) * tint_range
+    rgb = np.clip(np.array(nominal[:3]) + brightness[which] * brightness_range + shift, 0.0, 1.0)
+    return float(rgb[0]), float(rgb[1]), float(rgb[2]), 1.0
 
 
 def _arm_start(variation: Variation, ranges: Randomization) -> NDArray[np.float64]:
@@ -216,15 +260,31 @@ def _looks(variation: Variation, ranges: Randomization) -> Looks:
     light = np.array(nominal.light_position_m) + np.array(variation.light_position) * ranges.light_position_m
     shift = np.array(variation.camera_position) * ranges.camera_position_m
     turn = np.array(variation.camera_angle) * np.radians(ranges.camera_angle_deg)
+    squares = [
+        _colour(
+            rgb,
+            variation.board_brightness,
+            variation.board_tint,
+            which,
+            ranges.board_colour,
+            ranges.board_tint,
+        )
+        for which, rgb in enumerate((nominal.light_square_rgb, nominal.dark_square_rgb))
+    ]
     return replace(
         nominal,
         headlight_ambient=nominal.headlight_ambient * brightness,
         headlight_diffuse=nominal.headlight_diffuse * brightness,
         light_diffuse=nominal.light_diffuse * brightness,
         light_position_m=tuple(light.tolist()),
+        light_square_rgb=squares[0][:3],
+        dark_square_rgb=squares[1][:3],
         top_offset_m=tuple(shift[:3].tolist()),
         top_turn_rad=tuple(turn[:3].tolist()),
         wrist_offset_m=tuple(shift[3:].tolist()),
         wrist_turn_rad=tuple(turn[3:].tolist()),
         piece_friction_scale=1.0 + variation.piece_friction * ranges.piece_friction,
+        piece_mass_scale=1.0 + variation.piece_mass * ranges.piece_mass,
+        servo_gain_scale=1.0 + variation.servo_gain * ranges.servo_gain,
+        joint_damping_scale=1.0 + variation.joint_damping * ranges.joint_damping,
     )

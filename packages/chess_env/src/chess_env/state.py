@@ -8,9 +8,10 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from chess_env.config import DEFAULT_PIECES, PieceKind
+from chess_env.pieces import PIECE_KINDS
 from chess_env.scene import ChessScene
 from chess_env.so101 import gripper_opening
-from chess_env.task import GRASP_HEIGHT_M
 
 POSITION_LIMIT_M = 2.0  # nothing leaves the table by more; values beyond saturate
 _XYZ = ("x", "y", "z")
@@ -23,15 +24,17 @@ _FIXED_NAMES = (
     *(f"gripper_z_axis_{a}" for a in _XYZ),
     *(f"target_from_grasp_point_{a}" for a in _XYZ),
     "jaw_opening",
-    "target_is_knight",
 )
 _DISTRACTOR_NAMES = ("present", "position_x", "position_y", "position_z", "upright")
 
 
-def state_names(num_distractors_max: int) -> tuple[str, ...]:
-    """Name of each component."""
-    return _FIXED_NAMES + tuple(
-        f"distractor_{i}_{name}" for i in range(num_distractors_max) for name in _DISTRACTOR_NAMES
+def state_names(num_distractors_max: int, kinds: tuple[PieceKind, ...] = DEFAULT_PIECES) -> tuple[str, ...]:
+    """Name of each component; the target's kind is one of ``kinds``, of which the first is all zeros."""
+    of_kind = tuple(f"target_is_{kind}" for kind in kinds[1:])
+    return (
+        _FIXED_NAMES
+        + of_kind
+        + tuple(f"distractor_{i}_{name}" for i in range(num_distractors_max) for name in _DISTRACTOR_NAMES)
     )
 
 
@@ -46,6 +49,7 @@ def read_state(
     target, jaw = scene.pieces[target_slot].body_id, scene.gripper_body_id
     target_r, jaw_r = data.xmat[target].reshape(3, 3), data.xmat[jaw].reshape(3, 3)
     grasp = scene.grasp_point_w(data)
+    kind = scene.pieces[target_slot].kind
     others = np.zeros((num_distractors_max, len(_DISTRACTOR_NAMES)))
     for row, slot in enumerate(distractor_slots):
         body = scene.pieces[slot].body_id
@@ -58,8 +62,9 @@ def read_state(
             grasp,
             jaw_r[:, 0],
             jaw_r[:, 2],
-            data.xpos[target] + GRASP_HEIGHT_M * target_r[:, 2] - grasp,
-            [gripper_opening(float(data.qpos[5])), float(scene.pieces[target_slot].kind == "knight")],
+            data.xpos[target] + PIECE_KINDS[kind].grasp_height * target_r[:, 2] - grasp,
+            [gripper_opening(float(data.qpos[5]))],
+            [float(kind == other) for other in scene.kinds[1:]],
             others.ravel(),
         ]
     )

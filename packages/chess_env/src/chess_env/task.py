@@ -20,7 +20,6 @@ HOLD_FRAMES = 10
 UPRIGHT_MIN = float(np.cos(np.pi / 4))  # a piece that leans by more than 45 degrees has fallen over
 FALL_HEIGHT_M = 0.005  # a piece that stands this much lower has fallen off the board (12 mm high)
 DISTURBED_M = 0.010
-GRASP_HEIGHT_M = 0.024  # where the fingers take a piece, above its base
 CLOSE_RANGE_M = 0.040  # a gripper that closes farther away than this does not close on the target
 TOUCH_CHECK_M = 0.002  # contacts with the jaws are looked up only for a target that is off its place
 
@@ -37,6 +36,7 @@ class Snapshot:
         grasp_point_w: Between the finger tips, shape (3,).
         held: Both jaws touch the target (looked up only when it is off its place).
         stable: Everything is finite and MuJoCo gave no warning.
+        grasp_height_m: Where the fingers take the target, above its base.
     """
 
     target_w: NDArray[np.float64]
@@ -46,11 +46,12 @@ class Snapshot:
     grasp_point_w: NDArray[np.float64]
     held: bool
     stable: bool
+    grasp_height_m: float
 
     @property
     def target_grasp_w(self) -> NDArray[np.float64]:
         """Where the fingers take the target, shape (3,)."""
-        return self.target_w + GRASP_HEIGHT_M * self.target_axis_w
+        return self.target_w + self.grasp_height_m * self.target_axis_w
 
     @property
     def distance_m(self) -> float:
@@ -89,6 +90,7 @@ def take_snapshot(
         grasp_point_w=scene.grasp_point_w(data),
         held=held,
         stable=is_stable(data),
+        grasp_height_m=PIECE_KINDS[scene.pieces[target_slot].kind].grasp_height,
     )
 
 
@@ -181,8 +183,8 @@ class Measures:
 
     def __init__(self, scene: ChessScene, data: mujoco.MjData, target_slot: int) -> None:
         self._scene, self._data, self._slot = scene, data, target_slot
-        radius = PIECE_KINDS[scene.pieces[target_slot].kind].grasp_radius
-        self._grip_angle = gripper_angle(2 * radius)
+        shape = PIECE_KINDS[scene.pieces[target_slot].kind]
+        self._grip_angle, self._grasp_height = gripper_angle(2 * shape.grasp_radius), shape.grasp_height
         self._last_command = float(data.ctrl[scene.actuator_ids[5]])
         self._closing_mm: float | None = None
         self.closest_m = float("inf")
@@ -212,7 +214,7 @@ class Measures:
         """Distance of the target's grasp point from the line midway between the jaws [mm]; infinite when far off."""
         scene, data = self._scene, self._data
         target = scene.pieces[self._slot].body_id
-        point_w = data.xpos[target] + GRASP_HEIGHT_M * data.xmat[target].reshape(3, 3)[:, 2]
+        point_w = data.xpos[target] + self._grasp_height * data.xmat[target].reshape(3, 3)[:, 2]
         if np.linalg.norm(scene.grasp_point_w(data) - point_w) > CLOSE_RANGE_M:
             return float("inf")
         jaw = scene.gripper_body_id

@@ -18,13 +18,13 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space, read_from_shared_memory
 
 from chess_env.chunk import check_actions
-from chess_env.env import ChessPickEnv, ChessPickStepEnv, check_options
+from chess_env.env import ChessPickEnv, ChessPickStepEnv
 from chess_env.errors import ConfigError, EpisodeError, OptionError, WorkerError
 from chess_env.layout import check_seed
+from chess_env.options import RESET_OPTIONS, check_options
 from chess_env.pool import WorkerPool
 from chess_env.worker import make_single
 
-PER_ENV_OPTIONS = ("index", "early_stop", "check_expert")
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -36,8 +36,8 @@ class ChessPickVectorEnv(AsyncVectorEnv):
       reward 0, `terminated`/`truncated` as at their end, the last observation, no info. When all have ended, it is an
       error.
     - **reset(seed=..., options=...)**: `seed` is an int (environment i gets seed + i) or a list; options may hold
-      `reset_mask` (bool, shape (num_envs,)) and, as a value for all or an array of shape (num_envs,), `index`,
-      `early_stop` and `check_expert`. The caller's dict is never changed.
+      `reset_mask` (bool, shape (num_envs,)) and those of `ChessPickEnv`, each as a value for all or an array or list of
+      num_envs values, where None leaves the option out. The caller's dict is never changed.
     - **Errors**: an exception in a worker is raised here as `WorkerError` with the worker's own message; that
       environment then needs a reset and the others go on. A worker that dies or does not answer within
       `worker_timeout` seconds is a `WorkerError` too: `restart_workers()`, or close and make a new one, and repeat the
@@ -87,6 +87,7 @@ class ChessPickVectorEnv(AsyncVectorEnv):
         self.autoreset_mode = AutoresetMode.DISABLED
 
         template = env_fn()  # a wrong argument is reported here, before any process starts
+        self._config = template.unwrapped.config
         self.metadata = {**template.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = template.render_mode
         self.single_observation_space = template.observation_space
@@ -164,7 +165,7 @@ class ChessPickVectorEnv(AsyncVectorEnv):
         dealt = [self._deal_options(given, i) for i in range(self.num_envs)]
         messages: dict[int, tuple[str, Any]] = {}
         for i in np.flatnonzero(mask).tolist():
-            check_options(dealt[i])
+            check_options(dealt[i], self._config)
             messages[i] = ("reset", {"seed": seeds[i], "options": dealt[i]})
         doing = {i: f"resetting to seed {seeds[i]}, index {dealt[i].get('index')}" for i in messages}
         self._send(messages, AsyncState.WAITING_RESET, doing)
@@ -179,17 +180,18 @@ class ChessPickVectorEnv(AsyncVectorEnv):
         return [None if value is None else check_seed(value) for value in seed]
 
     def _deal_options(self, options: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Options of one environment: arrays of shape (num_envs,) are dealt out, single values are for all."""
+        """Options of one environment: arrays and lists of num_envs values are dealt out, single values are for all."""
         dealt = {}
         for name, value in options.items():
-            if name in PER_ENV_OPTIONS and isinstance(value, (np.ndarray, list, tuple)):
-                array = np.asarray(value)
-                if array.ndim and array.shape != (self.num_envs,):
+            if name in RESET_OPTIONS and isinstance(value, (np.ndarray, list, tuple)):
+                if np.shape(value) not in ((), (self.num_envs,)):
                     raise OptionError(
-                        f"option {name} has shape {array.shape}: a single value or shape ({self.num_envs},) is needed"
+                        f"option {name} has shape {np.shape(value)}: a single value or shape ({self.num_envs},) is needed"
                     )
-                value = (array[index] if array.ndim else array[()]).item()
-            dealt[name] = value
+                value = value[index] if np.ndim(value) else np.asarray(value).item()
+                if value is None:
+                    continue
+            dealt[name] = value.item() if isinstance(value, np.generic) else value
         return dealt
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
