@@ -30,7 +30,8 @@ from flowrl.vector_env import environment_errors, info_of
 class Episode:
     """One complete episode.
 
-    `rewards` and `num_executed` (targets of the chunk that ran before the episode ended) have an entry per decision.
+    `rewards`, `num_executed` (targets of the chunk that ran before the episode ended) and `actions` (the chunk, float32
+    (T, A), in the environment's units) have an entry per decision.
     `metrics` is the environment's `info["episode_metrics"]`; `final_features` (F,) are the critic's features of the last
     observation, kept for truncated episodes that are bootstrapped.
     """
@@ -42,6 +43,7 @@ class Episode:
     reset_info: dict[str, Any]
     rewards: list[float] = field(default_factory=list)
     num_executed: list[int] = field(default_factory=list)
+    actions: list[np.ndarray] = field(default_factory=list)
     terminated: bool = False
     truncated: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +140,7 @@ def collect(
     Raises:
         FlowRLError: failing environment, no instruction, or actions that are not finite.
     """
-    fleet = _Fleet(vec_env, scenes, early_stop, default_task)
+    fleet = _Fleet(vec_env, scenes, early_stop, default_task, policy.takes_instruction)
     kept: list[tuple[Prefix, Chain, Tensor, list[tuple[int, int]]]] = []
     seconds = dict.fromkeys(("prepare", "sample", "env", "reset"), 0.0)
     rounds = 0
@@ -188,13 +190,18 @@ class _Fleet:
     """Deals scenes to environments, and keeps their episodes and last observations."""
 
     def __init__(
-        self, vec_env: VectorEnv, scenes: Sequence[Scene], early_stop: bool, default_task: str
+        self,
+        vec_env: VectorEnv,
+        scenes: Sequence[Scene],
+        early_stop: bool,
+        default_task: str,
+        takes_instruction: bool,
     ) -> None:
         self.vec_env = vec_env
         self.options = tuple(vec_env.metadata.get("reset_options", ()))
         self.waiting = list(enumerate(scenes))[::-1]
         self.early_stop = early_stop
-        self.default_task = default_task
+        self.default_task, self.takes_instruction = default_task, takes_instruction
         self.episodes: list[Episode] = []
         self.current: dict[int, Episode] = {}  # environment -> the episode that it runs
         self.observation: Any = None
@@ -227,7 +234,7 @@ class _Fleet:
         for env, (number, scene) in started.items():
             info = info_of(infos, env)
             task = info.get("task") or self.default_task
-            if not task:
+            if not task and self.takes_instruction:
                 raise FlowRLError(
                     'the environment gives no instruction in info["task"]; give one with --task'
                 )
@@ -245,6 +252,7 @@ class _Fleet:
         finished = {}
         for env, episode in self.live().items():
             info = info_of(infos, env)
+            episode.actions.append(self.actions[env].copy())
             episode.rewards.append(float(rewards[env]))
             episode.num_executed.append(int(info.get("num_executed_frames", self.actions.shape[1])))
             if terminated[env] or truncated[env]:

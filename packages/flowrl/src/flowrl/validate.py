@@ -1,6 +1,6 @@
 """Noise-free success on fixed scenes, during training and in an evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -10,7 +10,7 @@ from flowrl.metrics import SUCCESS_ONLY, LogMetrics, summarize_episodes, wilson_
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import Progress
-from flowrl.rollout import Rollout, collect
+from flowrl.rollout import Episode, Rollout, collect
 from flowrl.scenes import Scene
 
 
@@ -22,11 +22,18 @@ def validate(
     label: str,
     default_task: str = "",
     noise: NoiseModel | None = None,
+    on_episode: Callable[[Episode], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """One record per scene, in order; without exploration noise unless it is given.
 
-    Spoilt episodes run on (early_stop False): success here means what it means in an evaluation.
+    Spoilt episodes run on (early_stop False): success here means what it means in an evaluation. `on_episode` is called
+    with each episode at its end.
     """
+
+    def finished(episode: Episode) -> None:
+        on_episode(episode)
+        progress.advance()
+
     with Progress(label, len(scenes), "episode") as progress:
         rollout = collect(
             policy,
@@ -35,7 +42,7 @@ def validate(
             noise,
             early_stop=False,
             default_task=default_task,
-            on_episode=lambda _: progress.advance(),
+            on_episode=finished,
         )
     return episode_records(rollout)
 
