@@ -144,4 +144,4 @@ def toy_decisions(
 
 def make_toy_envs(num_envs: int, env_id: str = "toy_env:ToyReach-v0", **env_kwargs: Any) -> VectorEnv:
     """A vector environment of toy environments in processes of their own."""
-    return make_vector_env(env_id, num_envs, env_kwargs)
+    return make_vector_env(env_id, num_envs, env_kwargs, SPEC)

@@ -28,7 +28,7 @@ from flowrl.config import TrainConfig
 from flowrl.prefix import Prefix
 from flowrl.sub_environment import SubEnvironmentMaker
 from toy import ToyPolicy, load_toy
-from toy_env import KWARGS
+from toy_env import CHUNK_SIZE, KWARGS
 
 TRACED = {module.__file__ for module in (checkpoint, record, training)}
 
@@ -42,7 +42,10 @@ class InlineVectorEnv(SyncVectorEnv):
 
 
 def make_inline(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
-    makers = [SubEnvironmentMaker("ToyReach-v0", number, kwargs) for number in range(num_envs)]
+    makers = [
+        SubEnvironmentMaker("ToyReach-v0", number, kwargs, CHUNK_SIZE, CHUNK_SIZE)
+        for number in range(num_envs)
+    ]
     return InlineVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
 
 

@@ -11,9 +11,10 @@ import flowrl.flow.sampler
 from flowrl.config import EvalConfig
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import evaluate, run_fast, run_plain
-from flowrl.plain import make_single_env, reset_scene, run_episode, stack_observations
+from flowrl.plain import reset_scene, run_episode, stack_observations
 from flowrl.scenes import Scene, fixed_scenes
-from toy import ToyPolicy, load_toy
+from flowrl.vector_env import make_single_env
+from toy import SPEC, ToyPolicy, load_toy
 
 TOY, BARE = "toy_env:ToyReach-v0", "toy_env:ToyBare-v0"
 CONFIG = EvalConfig(policy="no-folder", env_id=TOY, episodes=6, workers=3, device="cpu")
@@ -44,7 +45,7 @@ def test_environments_without_index_run_plain_and_fast_alike():
 
 
 def test_plain_episode_equals_a_loop_written_by_hand():
-    policy, env, scene = ToyPolicy(), make_single_env(TOY, {}), Scene(9, 4)
+    policy, env, scene = ToyPolicy(), make_single_env(TOY, {}, SPEC), Scene(9, 4)
     record = run_episode(policy, env, 0, scene).record()
     observation, info = env.reset(seed=9, options={"index": 4, "early_stop": False})
     rewards, ended = [], False
@@ -121,7 +122,7 @@ def test_missing_instruction_and_unknown_environment_are_told():
 
 
 def test_scenes_start_as_in_the_environment_itself():
-    env = make_single_env(TOY, {})
+    env = make_single_env(TOY, {}, SPEC)
     observation, info = reset_scene(env, Scene(5, 2))
     goal = np.random.default_rng([5, 2]).uniform(-1, 1, 2).astype(np.float32)
     assert np.array_equal(observation["agent_pos"], goal) and info["index"] == 2

@@ -67,6 +67,15 @@ def test_a_rescored_chain_has_ratio_one_and_trains_every_parameter():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.trainable_parameters().values())
 
 
+def test_a_row_does_not_depend_on_the_size_of_its_batch():
+    policy = small_mlp(hidden=128)
+    whole = policy.predict_action_chunk(states(40), [""] * 40, torch.cat([starts(20)] * 2))
+    for size in (1, 2, 3, 5, 8, 21):
+        rows = {"agent_pos": states(40)["agent_pos"][:size]}
+        part = policy.predict_action_chunk(rows, [""] * size, torch.cat([starts(20)] * 2)[:size])
+        assert torch.equal(part, whole[:size])
+
+
 def test_random_weights_follow_their_seed_and_leave_the_global_generator_alone():
     before = torch.get_rng_state()
     weights = [small_mlp(seed=seed).module.state_dict()["field.0.weight"] for seed in (0, 0, 1)]

@@ -37,7 +37,7 @@ from flowrl.config import (
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import policy_name, run_fast, run_plain
 from flowrl.flow.sampler import episode_noise
-from flowrl.plain import make_single_env, reset_scene, stack_observations
+from flowrl.plain import reset_scene, stack_observations
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.loading import load_policy
@@ -48,7 +48,14 @@ from flowrl.rollout import Decisions, collect
 from flowrl.scenes import fixed_scenes
 from flowrl.train import LoadPolicy, prepare_torch
 from flowrl.validate import validate
-from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
+from flowrl.vector_env import (
+    check_spaces,
+    close_vector_env,
+    find_spec,
+    make_single_env,
+    make_vector_env,
+    resolve_env_kwargs,
+)
 
 DEFAULT_SCHEDULE = (TrainConfig.sigma_start, TrainConfig.sigma_end)
 
@@ -93,7 +100,9 @@ class _Session:
 
     def __enter__(self) -> "_Session":
         episodes = max(self.config.same_episodes, self.config.noise_episodes)
-        self.vec_env = make_vector_env(self.config.env_id, min(self.config.workers, episodes), self.kwargs)
+        self.vec_env = make_vector_env(
+            self.config.env_id, min(self.config.workers, episodes), self.kwargs, self.policy.spec
+        )
         check_spaces(self.vec_env, self.policy.spec)
         return self
 
@@ -232,7 +241,7 @@ class _Session:
         )
 
     def _starts(self) -> list[Any]:
-        env = make_single_env(self.config.env_id, self.kwargs)
+        env = make_single_env(self.config.env_id, self.kwargs, self.policy.spec)
         try:
             return [reset_scene(env, scene)[0] for scene in self.scenes]
         finally:
@@ -240,7 +249,7 @@ class _Session:
 
     def _batch(self) -> tuple[Any, list[str], torch.Tensor]:
         """Observations of two scenes, their instructions and x_0."""
-        env = make_single_env(self.config.env_id, self.kwargs)
+        env = make_single_env(self.config.env_id, self.kwargs, self.policy.spec)
         try:
             starts = [reset_scene(env, scene) for scene in fixed_scenes(self.config.seed, 2)]
         finally:

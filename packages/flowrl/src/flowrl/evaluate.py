@@ -10,7 +10,7 @@ from flowrl.checkpoint import load_training_state, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.metrics import LogMetrics, paired_difference, wilson_interval
-from flowrl.plain import evaluate_plain, make_single_env
+from flowrl.plain import evaluate_plain
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
@@ -19,7 +19,14 @@ from flowrl.record import describe_machine, write_json
 from flowrl.scenes import Scene, fixed_scenes
 from flowrl.train import LoadPolicy, prepare_torch
 from flowrl.validate import log_metrics_of, summary, validate
-from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
+from flowrl.vector_env import (
+    check_spaces,
+    close_vector_env,
+    find_spec,
+    make_single_env,
+    make_vector_env,
+    resolve_env_kwargs,
+)
 
 RESULTS, VERSUS = "eval_results.json", "versus.json"
 
@@ -145,7 +152,7 @@ def run_fast(
     noise: NoiseModel | None = None,
 ) -> tuple[list[dict[str, Any]], LogMetrics]:
     """One record per scene, batched over `workers` environments by the trainer's rollout, and what to report of them."""
-    vec_env = make_vector_env(env_id, min(workers, len(scenes)), env_kwargs)
+    vec_env = make_vector_env(env_id, min(workers, len(scenes)), env_kwargs, policy.spec)
     failed = True
     try:
         check_spaces(vec_env, policy.spec)
@@ -166,7 +173,7 @@ def run_plain(
     default_task: str = "",
 ) -> tuple[list[dict[str, Any]], LogMetrics]:
     """The same by one environment and the sampler of the policy's library, see `plain`."""
-    env = make_single_env(env_id, env_kwargs)
+    env = make_single_env(env_id, env_kwargs, policy.spec)
     try:
         check_spaces(env, policy.spec)
         records = evaluate_plain(policy, env, scenes, label=label, default_task=default_task)

@@ -18,18 +18,7 @@ from flowrl.policy.interface import FlowPolicy
 from flowrl.progress import Progress
 from flowrl.rollout import Episode
 from flowrl.scenes import Scene
-from flowrl.vector_env import environment_errors, find_spec
-
-
-def make_single_env(env_id: str, env_kwargs: Mapping[str, Any]) -> gymnasium.Env:
-    """One environment, in this process.
-
-    Raises:
-        FlowRLError: unknown id, failing import, or arguments that the environment refuses.
-    """
-    find_spec(env_id)
-    with environment_errors(f"--env-id {env_id}: cannot be made"):
-        return gymnasium.make(env_id, **env_kwargs)
+from flowrl.vector_env import environment_errors
 
 
 def evaluate_plain(
@@ -54,7 +43,7 @@ def run_episode(
     """One complete episode on a scene; see `evaluate_plain`."""
     observation, info = reset_scene(env, scene)
     task = info.get("task") or default_task
-    if not task:
+    if not task and policy.takes_instruction:
         raise FlowRLError('the environment gives no instruction in info["task"]; give one with --task')
     torch_seed = int(info.get("torch_seed", scene.torch_seed))
     episode = Episode(number, scene, task, torch_seed, reset_info=_plain_values(info))

@@ -97,7 +97,7 @@ class Run:
         spec = find_spec(config.env_id)
         self.env_kwargs = parse_env_kwargs(config.env_kwargs)
         kwargs = resolve_env_kwargs(spec, self.env_kwargs, config.seconds, self.policy.spec)
-        self.vec_env = make_vector_env(config.env_id, config.envs, kwargs)
+        self.vec_env = make_vector_env(config.env_id, config.envs, kwargs, self.policy.spec)
         self.failed = False
         self.log_metrics = log_metrics_of(self.vec_env)
         self.iteration, self.next_index, self.best_bound, self.best_iteration = 0, 0, -1.0, -1

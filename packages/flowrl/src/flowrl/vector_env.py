@@ -1,7 +1,9 @@
 """The environment's side of the boundary: making vector environments, and telling their failures in one line.
 
-flowrl needs of an environment: an action space Box(T, A) (one step executes a chunk of T targets), no autoreset, and
-that an environment which has ended is left alone until it is reset. It reads optional keys of `metadata`:
+flowrl needs of an environment: continuous actions, either chunks (Box of shape (T, A): one step executes T targets) or
+single targets (Box of shape (A,), of which a wrapper executes a chunk), and observations that are a Dict of `pixels` and
+`agent_pos` or a plain state (Box of shape (S,)). One with a vector class of its own must have no autoreset, and must leave
+an environment that has ended alone until it is reset. flowrl reads optional keys of `metadata`:
 
 - `reset_options`: names of the reset options that the environment understands. "index": scenes are a pure function of
   (seed, index). "early_stop": a bool that overrides the constructor's for one episode.
@@ -22,13 +24,14 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from flowrl.errors import FlowRLError
 from flowrl.policy.interface import FlowSpec
-from flowrl.sub_environment import SubEnvironmentMaker
+from flowrl.sub_environment import SubEnvironmentMaker, is_vector, make_environment
 
 
-def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any]) -> VectorEnv:
+def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> VectorEnv:
     """Environments in processes of their own, with autoreset disabled.
 
-    The environment's own vector class where it registered one, else Gymnasium's AsyncVectorEnv. The workers ignore
+    The environment's own vector class where it registered one that executes chunks, else Gymnasium's AsyncVectorEnv
+    around `sub_environment.make_environment`. The workers ignore
     SIGINT: on Ctrl-C the trainer decides when they end. All are reset once: an environment that cannot work fails here,
     and one that a rollout has no episode for may be stepped along.
 
@@ -36,16 +39,24 @@ def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any]) -
         env_id: Gymnasium id, `module:id` to import the module that registers it.
         num_envs: Number of environments.
         env_kwargs: Arguments of the environment, see `resolve_env_kwargs`.
+        policy: The policy's sizes: the chunk, and how much of it is executed.
 
     Raises:
         FlowRLError: unknown id, failing import, arguments that the environment refuses, or autoreset enabled.
     """
     spec = find_spec(env_id)
+    vec_env: VectorEnv | None = None
     with environment_errors(f"--env-id {env_id}: cannot be made"), _interrupts_ignored():
         if spec.vector_entry_point is not None:
             vec_env = gymnasium.make_vec(env_id, num_envs=num_envs, **env_kwargs)
-        else:
-            makers = [SubEnvironmentMaker(env_id, number, dict(env_kwargs)) for number in range(num_envs)]
+            if is_vector(vec_env.single_action_space):
+                vec_env.close()
+                vec_env = None
+        if vec_env is None:
+            sizes = policy.chunk_size, policy.n_action_steps
+            makers = [
+                SubEnvironmentMaker(env_id, number, dict(env_kwargs), *sizes) for number in range(num_envs)
+            ]
             vec_env = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED, context="forkserver")
     mode = vec_env.metadata.get("autoreset_mode")
     if mode != AutoresetMode.DISABLED:
@@ -60,6 +71,17 @@ def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any]) -
         close_vector_env(vec_env, failed=True)
         raise
     return vec_env
+
+
+def make_single_env(env_id: str, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> gymnasium.Env:
+    """One environment, in this process, in the form that `make_vector_env` gives it.
+
+    Raises:
+        FlowRLError: unknown id, failing import, or arguments that the environment refuses.
+    """
+    find_spec(env_id)
+    with environment_errors(f"--env-id {env_id}: cannot be made"):
+        return make_environment(env_id, env_kwargs, policy.chunk_size, policy.n_action_steps)
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
@@ -98,18 +120,26 @@ def resolve_env_kwargs(
 
 
 def check_spaces(env: VectorEnv | gymnasium.Env, policy: FlowSpec) -> None:
-    """Raises FlowRLError unless the environment executes the chunks that the policy predicts."""
-    shape = (env.single_action_space if isinstance(env, VectorEnv) else env.action_space).shape
-    expected = (policy.chunk_size, policy.action_dim)
-    if shape == expected:
-        return
-    if shape is not None and len(shape) == 1:
+    """Raises FlowRLError unless the environment executes the chunks that the policy predicts, and its observations have names."""
+    vector = isinstance(env, VectorEnv)
+    actions = env.single_action_space if vector else env.action_space
+    observations = env.single_observation_space if vector else env.observation_space
+    if not isinstance(observations, gymnasium.spaces.Dict):
         raise FlowRLError(
-            f"the environment takes one target of shape {shape} a step; flowrl needs one that executes chunks of shape {expected}"
+            f"the environment's observations are {observations}; flowrl takes a Dict of pixels and agent_pos, or a plain "
+            "state, Box of shape (S,); wrap the environment"
         )
+    if not isinstance(actions, gymnasium.spaces.Box):
+        raise FlowRLError(f"the environment's actions are {actions}; flowrl needs continuous ones, a Box")
+    expected = (policy.chunk_size, policy.action_dim)
+    if actions.shape == expected:
+        return
+    if actions.shape[1:] == expected[1:] or len(actions.shape) != 2:
+        remedy = "set its chunk size with --env-kwargs or choose another policy"
+    else:
+        remedy = "use a policy that was trained for this robot"
     raise FlowRLError(
-        f"chunks do not match: the policy predicts {expected} (targets, joints), the environment takes {shape}; "
-        "set its chunk size with --env-kwargs or choose another policy"
+        f"chunks do not match: the policy predicts {expected} (targets, joints), the environment takes {actions.shape}; {remedy}"
     )
 
 

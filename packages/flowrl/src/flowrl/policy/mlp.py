@@ -33,6 +33,9 @@ from flowrl.prefix import Prefix
 
 TYPE, STATISTICS = "flow_mlp", "policy_statistics.safetensors"
 STATE, ACTION = "observation.state", "action"
+SMALLEST_BATCH = 16
+"""Rows of the smallest batch that the network sees. A CPU's kernels round rows of batches up to 5 or so otherwise, and then
+episodes would depend on the number of environments."""
 _AGAIN = "copy the whole policy folder again"
 
 
@@ -178,11 +181,11 @@ class MLPFlowPolicy(FlowPolicy):
         """
         state = torch.from_numpy(np.asarray(self._find_state(observation), dtype=np.float32))
         normalized = (state - self.statistics[f"{STATE}.mean"]) / self.statistics[f"{STATE}.std"]
-        return Prefix({"features": self.module["encoder"](normalized.to(self.device))})
+        return Prefix({"features": _apply(self.module["encoder"], normalized.to(self.device))})
 
     def velocity(self, x_t: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         inputs = torch.cat([x_t.flatten(1), time[:, None], prefix.tensors["features"]], dim=1)
-        return self.module["field"](inputs).view_as(x_t)
+        return _apply(self.module["field"], inputs).view_as(x_t)
 
     @torch.no_grad()
     def predict_action_chunk(
@@ -238,6 +241,12 @@ class MLPFlowPolicy(FlowPolicy):
                 "use the environment that the policy was trained for"
             )
         return state
+
+
+def _apply(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The module on rows (B, ...), padded by zeros to `SMALLEST_BATCH`."""
+    missing = max(0, SMALLEST_BATCH - len(inputs))
+    return module(nn.functional.pad(inputs, (0, 0, 0, missing)))[: len(inputs)]
 
 
 def _build(config: MLPConfig) -> nn.ModuleDict:
