@@ -6,9 +6,10 @@ import pytest
 
 from chess_env import board, so101
 from chess_env.errors import ConfigError
-from chess_env.expert import CLOSE_ANGLE, HOVER_FRAME, Expert, ExpertAgent, ExpertConfig
+from chess_env.expert import HOVER_FRAME, Expert, ExpertAgent, ExpertConfig
 from chess_env.grasp import CollisionProbe, seed_qpos
 from chess_env.kinematics import GraspPose, jaw_direction
+from chess_env.motion import CLOSE_ANGLE
 from chess_env.pieces import BLACK_RGBA
 from chess_env.scene import ChessScene, Placement, build_scene
 

@@ -98,6 +98,12 @@ class ExpertConfig:
     """Scene seed (validation scenes by default)."""
     distractors: tuple[int, int] = (0, 15)
     """Fewest and most distractor pieces in a scene."""
+    pieces: str = "pawn,knight"
+    """Kinds of target and distractors, separated by commas, or "all"."""
+    task: Literal["white", "square"] = "white"
+    """Whether the target is the only white piece."""
+    randomization: Literal["none", "default", "wide"] = "default"
+    """How far lights, colours, cameras, the arm's start and the physics vary."""
     workers: int = 2
     """Processes."""
 

@@ -1,6 +1,7 @@
 """How often the scripted expert lifts the piece and disturbs nothing (``chess-expert``)."""
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -8,18 +9,36 @@ from tqdm import tqdm
 
 from chess_apps.config import ExpertConfig
 from chess_apps.recording import worker_pool
+from chess_env.config import PIECES
 from chess_env.env import ChessPickEnv
+from chess_env.errors import ChessEnvError
 from chess_env.expert import Expert
 from flowrl.errors import FlowRLError
 from flowrl.metrics import wilson_interval
 
+_BAND = 4  # numbers of distractors in one row of the table
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the expert in one scene."""
+
+    index: int
+    piece: str
+    square: str
+    num_distractors: int
+    end: str
+    clean: bool
+
 
 def run(config: ExpertConfig) -> None:
-    """Print the share of clean lifts with its Wilson interval, by piece, and every scene that failed."""
+    """Print every scene that failed, and the share of clean lifts with its Wilson interval: all of them, by kind of piece
+    and by number of distractors."""
     if config.episodes < 1:
         raise FlowRLError(f"--episodes {config.episodes}: at least 1 is needed")
+    make_env(config).close()  # a wrong flag is reported before any process starts
     blocks = np.array_split(np.arange(config.episodes), min(config.episodes, 4 * config.workers))
-    outcomes: list[tuple[int, str, str, bool]] = []
+    outcomes: list[Outcome] = []
     with (
         worker_pool(config.workers) as pool,
         tqdm(total=config.episodes, desc="expert", unit="scene", mininterval=1.0, disable=None) as bar,
@@ -27,40 +46,66 @@ def run(config: ExpertConfig) -> None:
         for block in pool.map(partial(_try_scenes, config), blocks):
             outcomes += block
             bar.update(len(block))
-    for index, piece, end, clean in outcomes:
-        if not clean:
-            print(f"scene {index}: {piece}, {end}")
-    report("all", outcomes)
-    for piece in sorted({outcome[1] for outcome in outcomes}):
-        report(piece, [outcome for outcome in outcomes if outcome[1] == piece])
-    print("ends:", dict(Counter(outcome[2] for outcome in outcomes)))
+    for outcome in outcomes:
+        if not outcome.clean:
+            print(
+                f"scene {outcome.index}: {outcome.piece} on {outcome.square}, "
+                f"{outcome.num_distractors} distractors: {outcome.end}"
+            )
+    print("\n".join(table(outcomes)))
+    print("ends:", dict(Counter(outcome.end for outcome in outcomes)))
 
 
-def report(name: str, outcomes: list[tuple[int, str, str, bool]]) -> None:
-    """One line: clean lifts, scenes, share and its 95 % Wilson interval."""
-    clean = sum(outcome[3] for outcome in outcomes)
-    low, high = wilson_interval(clean, len(outcomes))
-    print(
-        f"{name}: {clean}/{len(outcomes)} clean lifts = {100 * clean / len(outcomes):.1f} % "
-        f"({100 * low:.1f} to {100 * high:.1f})"
-    )
+def make_env(config: ExpertConfig) -> ChessPickEnv:
+    """The environment of these flags, without images.
+
+    Raises:
+        FlowRLError: A flag has a value that the environment refuses.
+    """
+    try:
+        return ChessPickEnv(
+            observation="state",
+            distractors=config.distractors,
+            pieces=config.pieces,
+            task=config.task,
+            randomization=config.randomization,
+        )
+    except ChessEnvError as error:
+        raise FlowRLError(str(error)) from None
 
 
-def _try_scenes(config: ExpertConfig, indices: np.ndarray) -> list[tuple[int, str, str, bool]]:
-    """(index, piece, end, clean lift) of each scene; runs in a worker, without images."""
-    env = ChessPickEnv(observation="state", distractors=config.distractors)
+def table(outcomes: list[Outcome]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| scenes | clean lifts | share | 95 % |", "|---|---|---|---|", _row("all", outcomes)]
+    groups: dict[str, list[Outcome]] = {kind: [o for o in outcomes if o.piece == kind] for kind in PIECES}
+    for low in range(0, max(outcome.num_distractors for outcome in outcomes) + 1, _BAND):
+        band = range(low, low + _BAND)
+        groups[f"{low} to {band[-1]} distractors"] = [o for o in outcomes if o.num_distractors in band]
+    return lines + [_row(name, chosen) for name, chosen in groups.items() if chosen]
+
+
+def _row(name: str, outcomes: list[Outcome]) -> str:
+    clean, total = sum(outcome.clean for outcome in outcomes), len(outcomes)
+    low, high = wilson_interval(clean, total)
+    return f"| {name} | {clean}/{total} | {100 * clean / total:.1f} % | {100 * low:.1f} to {100 * high:.1f} |"
+
+
+def _try_scenes(config: ExpertConfig, indices: np.ndarray) -> list[Outcome]:
+    """The outcome of each scene; runs in a worker."""
+    env = make_env(config)
     expert: Expert | None = None
     outcomes = []
     for index in indices.tolist():
         _, info = env.reset(seed=config.seed, options={"index": index})
         expert = expert or Expert(env.simulation.scene)
-        rng = np.random.default_rng([config.seed, index])
-        outcomes.append((index, info["piece"], *_try_scene(env, expert, rng)))
+        end, clean = _try_scene(env, expert, np.random.default_rng([config.seed, index]))
+        outcomes.append(Outcome(index, info["piece"], info["square"], info["num_distractors"], end, clean))
     env.close()
     return outcomes
 
 
 def _try_scene(env: ChessPickEnv, expert: Expert, rng: np.random.Generator) -> tuple[str, bool]:
+    """How one plan ends, and whether it is a clean lift."""
     plan = expert.plan(env.simulation.data, env.simulation.target_slot, rng)
     if plan is None:
         return "no plan", False
@@ -68,5 +113,6 @@ def _try_scene(env: ChessPickEnv, expert: Expert, rng: np.random.Generator) -> t
         if env.simulation.run_frame(target) is not None:
             break
     episode = env.simulation.episode
-    end = "disturbed" if episode.success and episode.disturbed else str(episode.end or "not lifted")
-    return end, episode.success and not episode.disturbed
+    end = "success" if episode.success else str(episode.end or "not lifted")
+    flags = [name for name in ("toppled", "disturbed") if getattr(episode, name)]
+    return ", ".join([end, *flags]), episode.success and not episode.disturbed

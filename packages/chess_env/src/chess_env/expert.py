@@ -7,11 +7,13 @@ gives a policy that has seen more than one path. ``ExpertConfig`` can also make 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import gymnasium
 import mujoco
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from chess_env import board, so101
 from chess_env.errors import ConfigError
@@ -23,11 +25,10 @@ from chess_env.grasp import (
     tilt_at,
 )  # fmt: skip
 from chess_env.kinematics import NUM_ARM_JOINTS, GraspPose, jaw_direction
+from chess_env.motion import Path
 from chess_env.pieces import PIECE_KINDS
 from chess_env.scene import ChessScene
 
-CONTROL_HZ = 30
-CLOSE_ANGLE = -0.1  # gripper command of a grasp [rad]; 0 and above lose pawns
 LIFT_HEIGHT = 0.080
 JOINT_SPEED = 1.5  # [rad/s]
 HOVER_FRAME = 50
@@ -143,7 +144,7 @@ class Expert:
     ) -> NDArray[np.float64] | None:
         variety = self.config.variety
         speed = JOINT_SPEED * (1 + variety * rng.uniform(-0.2, 0.3))
-        path = _Path(start, speed)
+        path = Path(start, speed)
         gripper = grasp.gripper + variety * rng.uniform(-0.01, 0.03)
         hover = HOVER_DISTANCE + variety * rng.uniform(-0.006, 0.010)
         lateral = np.clip(variety * rng.normal(size=2) * _LATERAL_NOISE, -_LATERAL_LIMIT, _LATERAL_LIMIT)
@@ -182,7 +183,7 @@ class Expert:
 
     def _descend_and_close(
         self,
-        path: _Path,
+        path: Path,
         way: NDArray[np.float64],
         hover: float,
         gripper: float,
@@ -196,14 +197,14 @@ class Expert:
         path.hold(_SQUEEZE_FRAMES)
 
     def _lift_from_hold(self, start: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-        path = _Path(start, JOINT_SPEED)
+        path = Path(start, JOINT_SPEED)
         path.close(1)
         path.hold(3)
         self._lift(path, self.planner.arm.pose(start), so101.GRASP_POINT, rng)
         return path.targets()
 
     def _lift(
-        self, path: _Path, pose: GraspPose, local: NDArray[np.float64], rng: np.random.Generator
+        self, path: Path, pose: GraspPose, local: NDArray[np.float64], rng: np.random.Generator
     ) -> None:
         """Straight up; the tilt gives way, since far squares are at the edge of the reach."""
         qpos = path.last[:NUM_ARM_JOINTS]
@@ -217,7 +218,7 @@ class Expert:
         )
         path.hold(_HOLD_FRAMES)
 
-    def _rise(self, path: _Path, gripper: float) -> None:
+    def _rise(self, path: Path, gripper: float) -> None:
         """Straight up from between the pieces, opening on the way."""
         pose = self.planner.arm.pose(path.last)
         top = np.array([*pose.point_w[:2], board.BOARD_TOP_Z + _SAFE_HEIGHT])
@@ -270,14 +271,16 @@ def _shifted(grasp: Grasp, lateral: NDArray[np.float64]) -> Grasp:
 
 
 class ExpertAgent:
-    """The expert as an agent over chunks: every call gives the next chunk of actions.
+    """The expert of one scene, chunk by chunk: every call gives the next chunk of actions, of which the first
+    ``n_action_steps`` (None: all) are taken as executed.
 
     A plan that has run out, because the lift failed, is made anew from the state at hand.
     """
 
-    def __init__(self, expert: Expert, chunk_size: int = 50) -> None:
+    def __init__(self, expert: Expert, chunk_size: int = 50, n_action_steps: int | None = None) -> None:
         self.expert = expert
         self.chunk_size = chunk_size
+        self.n_action_steps = chunk_size if n_action_steps is None else n_action_steps
         self._rest: NDArray[np.float64] = np.empty((0, so101.NUM_JOINTS))
 
     def reset(self) -> None:
@@ -293,54 +296,76 @@ class ExpertAgent:
             plan = self.expert.plan(data, target, rng)
             held = data.ctrl[self.expert.scene.actuator_ids][None].copy()
             self._rest = held if plan is None else plan
-        chunk, self._rest = self._rest[: self.chunk_size], self._rest[self.chunk_size :]
+        chunk, self._rest = self._rest[: self.chunk_size], self._rest[self.n_action_steps :]
         padding = np.repeat(chunk[-1:], self.chunk_size - len(chunk), axis=0)
         return so101.to_units(np.concatenate([chunk, padding])).astype(np.float32)
 
 
-class _Path:
-    """Joint targets [rad] at 30 Hz, grown segment by segment."""
+def expert_targets(
+    env: gymnasium.Env, *, seed: int = 0, config: ExpertConfig | None = None
+) -> Iterator[NDArray[np.float32]]:
+    """The expert's joint targets at 30 Hz for the episode that ``env`` has begun, without end.
 
-    def __init__(self, start: ArrayLike, speed: float) -> None:
-        self.last = np.array(start, dtype=np.float64)
-        self._speed = speed
-        self._targets: list[NDArray[np.float64]] = []
+    A pick takes about 100 targets. Whenever a plan has run out and the caller goes on, because the lift failed, the
+    next one starts from the state at hand; without a plan the arm holds still. With one target a step:
 
-    def __len__(self) -> int:
-        return len(self._targets)
+        env = gymnasium.make("chess_env:ChessPickStep-v0")
+        env.reset(seed=7)
+        for target in expert_targets(env):
+            *_, terminated, truncated, info = env.step(target)
+            if terminated or truncated:
+                break
 
-    def targets(self) -> NDArray[np.float64]:
-        return np.array(self._targets)
+    Args:
+        env: An environment of this package, after ``reset``; wrappers do not matter.
+        seed: Of the expert's variety; the same scene and seed give the same targets.
+        config: Variety and imperfections.
 
-    def hold(self, num_frames: int) -> None:
-        self._targets += [self.last.copy() for _ in range(num_frames)]
+    Yields:
+        Targets as actions: five joints [deg], gripper 0 to 100; shape (6,), float32.
+    """
+    simulation = env.unwrapped.simulation
+    expert, rng = Expert(simulation.scene, config), np.random.default_rng(seed)
+    agent = ExpertAgent(expert, chunk_size=1)
+    while True:
+        yield agent.act(simulation.data, simulation.target_slot, rng)[0]
 
-    def ease(self, to: NDArray[np.float64], least_frames: int) -> None:
-        """Smoothly to ``to``; a peak of 1.3 times the mean speed stays near the limit."""
-        furthest = float(np.abs(to[:NUM_ARM_JOINTS] - self.last[:NUM_ARM_JOINTS]).max())
-        num_frames = max(math.ceil(1.3 * furthest / self._speed * CONTROL_HZ), least_frames)
-        u = (np.arange(1, num_frames + 1) / num_frames)[:, None]
-        self._extend(self.last + (to - self.last) * (u * u * (3 - 2 * u)))
 
-    def follow(self, nodes: NDArray[np.float64], gripper: float, num_frames: int) -> None:
-        """At even speed through arm poses, shape (n, 5); the first is where the arm is."""
-        at = np.arange(1, num_frames + 1) / num_frames * (len(nodes) - 1)
-        arm = np.column_stack([np.interp(at, np.arange(len(nodes)), column) for column in nodes.T])
-        self._extend(np.column_stack([arm, np.full(num_frames, gripper)]))
+class ChunkedExpert:
+    """The expert as an agent for ``ChessPick-v0``: actions of the environment's own shape.
 
-    def close(self, num_frames: int, shift: int = 0) -> None:
-        """Close the gripper; ``shift`` frames late, or early, while the arm still moves."""
-        self.hold(max(shift, 0))
-        first = self.last[5]
-        ramp = first + (CLOSE_ANGLE - first) * np.arange(1, num_frames + 1) / num_frames
-        for angle in ramp:
-            self._extend(np.append(self.last[:5], angle)[None])
-        early = min(max(-shift, 0), len(self._targets) - num_frames)
-        if early:  # the closing begins that many frames before the arm has stopped
-            for index in range(len(self._targets) - num_frames - early, len(self._targets)):
-                done = index - (len(self._targets) - num_frames - early)
-                self._targets[index][5] = ramp[min(done, num_frames - 1)]
+        env = gymnasium.make("chess_env:ChessPick-v0")
+        expert = ChunkedExpert(env)
+        env.reset(seed=7)
+        expert.reset(seed=0)
+        while True:
+            *_, terminated, truncated, info = env.step(expert.act())
+            if terminated or truncated:
+                break
 
-    def _extend(self, targets: NDArray[np.float64]) -> None:
-        self._targets += list(targets)
-        self.last = targets[-1].copy()
+    Args:
+        env: An environment of this package; wrappers do not matter.
+        config: Variety and imperfections.
+    """
+
+    def __init__(self, env: gymnasium.Env, config: ExpertConfig | None = None) -> None:
+        self._env, self._config = env, config
+        self._agent: ExpertAgent | None = None
+        self._rng = np.random.default_rng(0)
+
+    def reset(self, seed: int = 0) -> None:
+        """A new episode has begun; ``seed`` is that of the variety."""
+        self._rng = np.random.default_rng(seed)
+        if self._agent is not None:
+            self._agent.reset()
+
+    def act(self) -> NDArray[np.float32]:
+        """The next action, float32, of the shape of the environment's action space: (chunk_size, 6) or (6,)."""
+        simulation = self._env.unwrapped.simulation
+        if self._agent is None:
+            sizes = simulation.config
+            self._agent = ExpertAgent(
+                Expert(simulation.scene, self._config), sizes.chunk_size, sizes.n_action_steps
+            )
+        chunk = self._agent.act(simulation.data, simulation.target_slot, self._rng)
+        return chunk.reshape(self._env.unwrapped.action_space.shape)
