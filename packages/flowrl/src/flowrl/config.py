@@ -139,6 +139,8 @@ class EvalConfig:
     """With the exploration noise that the checkpoint was trained with (needs --fast)."""
     expert_fp32: bool = False
     """Run the action expert in float32 instead of the checkpoint's own dtype, as training does."""
+    video_episodes: int = 0
+    """Write videos of the first so many episodes into --out/videos; of finished results, those that are missing."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -216,6 +218,7 @@ AT_LEAST_ZERO = (
     "iterations",
     "critic_warmup",
     "critic_epochs",
+    "video_episodes",
     "train_seed",
     "val_seed",
     "seed",

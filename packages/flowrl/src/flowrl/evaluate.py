@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import gymnasium
 
 from flowrl.checkpoint import load_training_state, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
@@ -16,17 +18,21 @@ from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import tell
 from flowrl.record import describe_machine, write_json
+from flowrl.rollout import Episode
 from flowrl.scenes import Scene, fixed_scenes
+from flowrl.sub_environment import make_environment
 from flowrl.train import LoadPolicy, prepare_torch
 from flowrl.validate import log_metrics_of, summary, validate
 from flowrl.vector_env import (
     check_spaces,
     close_vector_env,
+    environment_errors,
     find_spec,
     make_single_env,
     make_vector_env,
     resolve_env_kwargs,
 )
+from flowrl.video import ACTIONS, VIDEOS, check_can_render, find_encoder, record_videos, save_actions
 
 RESULTS, VERSUS = "eval_results.json", "versus.json"
 
@@ -93,8 +99,10 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         "versions": machine["versions"],
     }
     settings = json.loads(json.dumps(settings))
+    scenes = fixed_scenes(config.seed, config.episodes)
     if (finished := _finished_results(out, settings)) is not None:
         tell(f"{out / RESULTS}: finished before, not repeated")
+        _record_videos(config, out, finished, scenes)
         return finished
 
     policy = load(
@@ -106,7 +114,12 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
     noise = _trained_noise(path, policy) if config.noise else None
     spec = find_spec(config.env_id)
     kwargs = resolve_env_kwargs(spec, parse_env_kwargs(config.env_kwargs), config.seconds, policy.spec)
-    scenes = fixed_scenes(config.seed, config.episodes)
+    if config.video_episodes:  # before an evaluation that may take hours
+        find_encoder()
+        env = make_single_env(config.env_id, kwargs, policy.spec)
+        env.close()
+        check_can_render(env)
+    episodes: list[Episode] = []
     if config.fast:
         records, log_metrics = run_fast(
             policy,
@@ -117,10 +130,17 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
             label=path,
             default_task=config.task,
             noise=noise,
+            on_episode=episodes.append,
         )
     else:
         records, log_metrics = run_plain(
-            policy, config.env_id, kwargs, scenes, label=path, default_task=config.task
+            policy,
+            config.env_id,
+            kwargs,
+            scenes,
+            label=path,
+            default_task=config.task,
+            on_episode=episodes.append,
         )
     results = {
         "settings": settings,
@@ -131,13 +151,33 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         "summary": summarize(records, log_metrics),
         "episodes": records,
     }
+    save_actions(out / ACTIONS, episodes)
     write_json(out / RESULTS, results)
     numbers = results["summary"]
     tell(
         f"{path}: {numbers['successes']}/{numbers['episodes']} = {numbers['success']:.1%} "
         f"({numbers['ci95'][0]:.1%} to {numbers['ci95'][1]:.1%}); {out / RESULTS}"
     )
+    _record_videos(config, out, results, scenes)
     return results
+
+
+def _record_videos(
+    config: EvalConfig, out: Path, results: Mapping[str, Any], scenes: Sequence[Scene]
+) -> None:
+    """Videos of the first episodes, as far as they are missing."""
+    if config.video_episodes:
+        kwargs = results["environment"]["kwargs"]
+        sizes = results["chunk_size"], results["n_action_steps"]
+
+        def make_env(render_mode: str) -> gymnasium.Env:
+            find_spec(config.env_id)
+            with environment_errors(f"--env-id {config.env_id}: cannot be made"):
+                return make_environment(config.env_id, {**kwargs, "render_mode": render_mode}, *sizes)
+
+        first = scenes[: config.video_episodes]
+        record_videos(out, make_env, first, results["episodes"], config.task)
+        tell(f"{out / VIDEOS}: {len(first)} videos")
 
 
 def run_fast(
@@ -150,13 +190,22 @@ def run_fast(
     label: str,
     default_task: str = "",
     noise: NoiseModel | None = None,
+    on_episode: Callable[[Episode], None] = lambda _: None,
 ) -> tuple[list[dict[str, Any]], LogMetrics]:
     """One record per scene, batched over `workers` environments by the trainer's rollout, and what to report of them."""
     vec_env = make_vector_env(env_id, min(workers, len(scenes)), env_kwargs, policy.spec)
     failed = True
     try:
         check_spaces(vec_env, policy.spec)
-        records = validate(policy, vec_env, scenes, label=label, default_task=default_task, noise=noise)
+        records = validate(
+            policy,
+            vec_env,
+            scenes,
+            label=label,
+            default_task=default_task,
+            noise=noise,
+            on_episode=on_episode,
+        )
         failed = False
     finally:
         close_vector_env(vec_env, failed)
@@ -171,12 +220,15 @@ def run_plain(
     *,
     label: str,
     default_task: str = "",
+    on_episode: Callable[[Episode], None] = lambda _: None,
 ) -> tuple[list[dict[str, Any]], LogMetrics]:
     """The same by one environment and the sampler of the policy's library, see `plain`."""
     env = make_single_env(env_id, env_kwargs, policy.spec)
     try:
         check_spaces(env, policy.spec)
-        records = evaluate_plain(policy, env, scenes, label=label, default_task=default_task)
+        records = evaluate_plain(
+            policy, env, scenes, label=label, default_task=default_task, on_episode=on_episode
+        )
     finally:
         env.close()
     return records, log_metrics_of(env)
