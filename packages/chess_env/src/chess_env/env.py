@@ -217,6 +217,11 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         return self._simulation.episode.frames if self._index >= 0 else 0
 
     @property
+    def window_closed(self) -> bool:
+        """Whether the user has closed the window of render mode "human"."""
+        return self._view.window_closed
+
+    @property
     def simulation(self) -> Simulation:
         """The scene in motion, for scripted agents and tests: privileged, and not part of Gymnasium's interface."""
         return self._simulation

@@ -60,6 +60,11 @@ class EpisodeView:
         elif self.mode == "rgb_array_list":
             self._pictures.append(draw_picture(open_renderer(), simulation))
 
+    @property
+    def window_closed(self) -> bool:
+        """Whether the user has closed the window."""
+        return self._window is not None and not self._window.is_open
+
     def take_pictures(self) -> list[NDArray[np.uint8]]:
         """The pictures since the last call or the episode's begin, each uint8 (480, 880, 3)."""
         pictures, self._pictures = self._pictures, []
@@ -142,9 +147,14 @@ class Window:
         self._handle = mujoco.viewer.launch_passive(model, data)
         self._next_s = time.monotonic()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the user has left it open."""
+        return self._handle.is_running()
+
     def show(self, target_w: NDArray[np.float64]) -> None:
         """Show the current state for one control frame, with the piece marked whose foot is at `target_w` [m]."""
-        if self._handle.is_running():
+        if self.is_open:
             with self._handle.lock():
                 self._handle.user_scn.ngeom = 0
                 _mark_target(self._handle.user_scn, target_w)
