@@ -83,6 +83,9 @@ class TrainConfig:
 
     gamma: float = 0.99
     """Discount from one decision to the next."""
+    reward_scale: float = 1.0
+    """Factor on the rewards that the update sees, so that the critic's targets are of the order of 1. Reported returns are the
+    environment's own."""
     lam: float = 0.95
     """Lambda of the generalized advantage estimate."""
     bootstrap_truncated: bool = False
@@ -228,7 +231,7 @@ AT_LEAST_ZERO = (
     "critic_lr",
     "vf_coef",
 )
-POSITIVE = ("seconds", "sigma_start", "sigma_end", "target_kl", "max_grad_norm", "kl_adapt")
+POSITIVE = ("reward_scale", "seconds", "sigma_start", "sigma_end", "target_kl", "max_grad_norm", "kl_adapt")
 
 
 def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:

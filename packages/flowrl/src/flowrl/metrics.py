@@ -24,6 +24,14 @@ def wilson_interval(successes: int, num_episodes: int, z: float = Z_95) -> tuple
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of a mean, +- 1.96 standard errors; None for fewer than two values, which say nothing of their spread."""
+    if len(values) < 2:
+        return None
+    mean, half = float(np.mean(values)), Z_95 * float(np.std(values, ddof=1)) / sqrt(len(values))
+    return mean - half, mean + half
+
+
 @dataclass(frozen=True)
 class PairedComparison:
     """Two policies on the same scenes: difference of success rates, second minus first."""

@@ -28,7 +28,7 @@ from flowrl.resume import changed, newest_state, read_args, recorded_config, set
 from flowrl.rollout import Rollout, collect
 from flowrl.scenes import fixed_scenes, overlap, training_scenes
 from flowrl.stop import StopRequest
-from flowrl.validate import episode_records, log_metrics_of, success_bound, summary, validate
+from flowrl.validate import episode_records, log_metrics_of, summary, validate, validation_bound
 from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
 
 LoadPolicy = Callable[..., FlowPolicy]
@@ -72,7 +72,8 @@ class Run:
         iteration: The last one whose update is done; 0 is the start.
         pending: The log line of `iteration` while it is not complete: at the start, or when its validation was cut off.
         next_index: Index of the first training scene that was never used.
-        best_bound, best_iteration: Lower bound of the best validation success so far, and where; -1 before.
+        best_bound, best_iteration: Lower bound of the best validation so far, see `validation_bound`, and where; None and -1
+            before.
         random: The random generators as `iteration` left them.
     """
 
@@ -100,7 +101,8 @@ class Run:
         self.vec_env = make_vector_env(config.env_id, config.envs, kwargs, self.policy.spec)
         self.failed = False
         self.log_metrics = log_metrics_of(self.vec_env)
-        self.iteration, self.next_index, self.best_bound, self.best_iteration = 0, 0, -1.0, -1
+        self.iteration, self.next_index, self.best_iteration = 0, 0, -1
+        self.best_bound: float | None = None
         self.pending: dict[str, Any] | None = empty_line(0, self.log_metrics)
         self._last_is_current = False
         try:
@@ -236,7 +238,11 @@ class Run:
                 with torch.no_grad():
                     final_value = float(self.critic(episode.final_features[None]))
             advantages[rows], returns[rows] = estimate_advantages(
-                np.array(episode.rewards), values[rows], final_value, config.gamma, config.lam
+                config.reward_scale * np.array(episode.rewards),
+                values[rows],
+                final_value,
+                config.gamma,
+                config.lam,
             )
         with Progress(
             f"iteration {iteration}: update", config.epochs * len(decisions), "decision"
@@ -287,8 +293,8 @@ class Run:
                 line = (
                     line | {f"val_{name}": value for name, value in fields.items()} | {"val_seconds": seconds}
                 )
-                bound = success_bound(records)
-                if bound is not None and bound >= self.best_bound:
+                bound = validation_bound(records)
+                if self.best_bound is None or bound >= self.best_bound:
                     self.best_bound, self.best_iteration, improved = bound, iteration, True
         else:
             self.pending = None

@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
-from flowrl.metrics import SUCCESS_ONLY, LogMetrics, summarize_episodes, wilson_interval
+from flowrl.metrics import SUCCESS_ONLY, LogMetrics, mean_interval, summarize_episodes, wilson_interval
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import Progress
@@ -63,7 +63,14 @@ def summary(records: Sequence[dict[str, Any]], log_metrics: LogMetrics) -> dict[
     return {"episodes": len(records), **summarize_episodes(records, metrics)}
 
 
-def success_bound(records: Sequence[dict[str, Any]]) -> float | None:
-    """Lower end of the 95 % interval of the success rate; None for an environment that reports no success."""
+def validation_bound(records: Sequence[dict[str, Any]]) -> float:
+    """What `best` is chosen by: the lower end of the 95 % interval of the success rate.
+
+    In an environment that reports no success that of the mean return; of a single episode the return itself.
+    """
     successes = [bool(r["success"]) for r in records if r.get("success") is not None]
-    return wilson_interval(sum(successes), len(successes))[0] if successes else None
+    if successes:
+        return wilson_interval(sum(successes), len(successes))[0]
+    returns = [r["return"] for r in records]
+    interval = mean_interval(returns)
+    return interval[0] if interval is not None else returns[0]

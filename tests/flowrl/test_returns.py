@@ -1,0 +1,74 @@
+"""Environments that report no success: what is best, what is compared, and what a check says is the return."""
+
+import json
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from small_mlp import small_mlp
+
+from flowrl.checkpoint import read_meta
+from flowrl.config import TrainConfig
+from flowrl.metrics import mean_interval
+from flowrl.train import train
+from flowrl.validate import validation_bound
+
+PENDULUM = "Pendulum-v1"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A policy for Pendulum that executes 50 targets a decision: four decisions an episode."""
+    path = tmp_path / "policy"
+    path.mkdir()
+    small_mlp(3, 1, chunk_size=50, n_action_steps=50).save(path)
+    return path
+
+
+def train_config(folder, out, **changes) -> TrainConfig:
+    config = TrainConfig(
+        policy=str(folder), env_id=PENDULUM, out=str(out), iterations=3, envs=2, episodes=3, val_episodes=3,
+        val_every=1, save_every=2, critic_warmup=0, reward_scale=0.01, device="cpu", torch_threads=1, lr=1e-3,
+        bootstrap_truncated=True,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+def read_log(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_interval_of_a_mean_is_that_of_its_standard_error():
+    # mean 3, sample variance ((2)^2 + 0 + (2)^2) / 2 = 4, standard error 2 / sqrt(3)
+    half = 1.959964 * 2 / sqrt(3)
+    assert mean_interval([1.0, 3.0, 5.0]) == pytest.approx((3 - half, 3 + half))
+    assert mean_interval([4.0]) is None
+
+
+def test_the_best_is_chosen_by_success_where_it_is_reported_and_else_by_the_return():
+    returns = [{"return": -1.0}, {"return": -3.0}, {"return": -5.0}]
+    assert validation_bound(returns) == pytest.approx(-3 - 1.959964 * 2 / sqrt(3))
+    assert validation_bound(returns[:1]) == -1.0
+    rated = [{"success": True, "return": -900.0}, {"success": False, "return": 0.0}]
+    assert 0 < validation_bound(rated) < 0.5
+
+
+def test_training_logs_returns_and_keeps_the_best_mean_return(folder, tmp_path):
+    out = train(train_config(folder, tmp_path / "run"))
+    lines = read_log(out)
+    assert [line["val_success"] for line in lines] == [None] * 4
+    assert all(-2000 < line["val_return"] < 0 and line["decisions"] in (None, 12) for line in lines)
+    assert lines[0]["ratio_max_dev"] is None and all(line["ratio_max_dev"] == 0 for line in lines[1:])
+    meta = read_meta(out / "best")
+    assert meta is not None and meta["best_bound"] < -1 and meta["best_iteration"] == meta["iteration"]
+
+
+def test_the_reward_scale_changes_what_the_critic_sees_and_no_reported_return(folder, tmp_path):
+    one, other = (
+        train(train_config(folder, tmp_path / str(scale), iterations=1, reward_scale=scale))
+        for scale in (0.01, 0.02)
+    )
+    (first, second) = (read_log(out)[1] for out in (one, other))
+    assert first["train_return"] == second["train_return"]
+    # With an untrained critic's values near 0 the squared error is that of the returns alone: four times as large.
+    assert second["v_loss"] / first["v_loss"] == pytest.approx(4, rel=0.3)
