@@ -5,9 +5,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from chess_env.board import REACHABLE_SQUARES
+from chess_env.board import REACHABLE_SQUARES, SQUARES
+from chess_env.config import PIECES
 from chess_env.errors import OptionError
-from chess_env.layout import OFFSET_M, Stream, check_seed, draw_layout, torch_seed
+from chess_env.layout import (
+    OFFSET_M,
+    WHITE_INSTRUCTION,
+    Stream,
+    check_seed,
+    draw_layout,
+    instruction,
+    torch_seed,
+)
+from chess_env.position import PositionPiece
 
 GOLDEN_PIECES = ("pawn", "g4", 14)
 GOLDEN_YAW = 3.097776294748543
@@ -69,6 +79,64 @@ def test_draws_are_even_over_kinds_squares_and_numbers():
     numbers = Counter(len(layout.distractors) for layout in layouts)
     assert sorted(numbers) == list(range(16))
     assert all(abs(count - 125) < 4 * np.sqrt(2000 / 16) for count in numbers.values())
+
+
+def test_kinds_are_drawn_evenly_from_those_allowed_and_move_nothing():
+    layouts = [draw_layout(3, index, kinds=PIECES) for index in range(1200)]
+    for kinds in (
+        Counter(layout.target.kind for layout in layouts),
+        Counter(piece.kind for layout in layouts for piece in layout.distractors),
+    ):
+        assert set(kinds) == set(PIECES)
+        total = sum(kinds.values())
+        assert all(abs(n - total / 6) < 4 * np.sqrt(total * 5 / 36) for n in kinds.values())
+    for index, layout in enumerate(layouts[:20]):
+        two = draw_layout(3, index)
+        assert [(p.square, p.offset_m, p.yaw) for p in (layout.target, *layout.distractors)] == [
+            (p.square, p.offset_m, p.yaw) for p in (two.target, *two.distractors)
+        ]
+
+
+def test_only_the_target_is_white_unless_the_task_names_the_square():
+    for index in range(50):
+        layout = draw_layout(4, index)
+        assert layout.target.side == "white" and {p.side for p in layout.distractors} <= {"black"}
+        assert instruction(layout, "white") == WHITE_INSTRUCTION == "Pick up the white chess piece."
+    layouts = [draw_layout(4, index, task="square") for index in range(300)]
+    sides = Counter(layout.target.side for layout in layouts)
+    assert abs(sides["white"] - 150) < 4 * np.sqrt(300 * 0.25)
+    alike = [any((p.side, p.kind) == (x.target.side, x.target.kind) for p in x.distractors) for x in layouts]
+    assert sum(alike) > 150  # of the target's colour and kind
+    target = layouts[0].target
+    assert instruction(layouts[0], "square") == f"Pick up the {target.kind} on {target.square}."
+
+
+def test_target_stands_on_the_square_that_is_asked_for_and_nobody_else():
+    for index in range(40):
+        layout = draw_layout(5, index, (15, 15), square="d5")
+        assert layout.target.square == "d5"
+        assert "d5" not in {piece.square for piece in layout.distractors}
+        assert layout.target.kind == draw_layout(5, index).target.kind
+
+
+def test_pieces_of_a_position_have_offsets_of_their_square_alone():
+    position = (
+        PositionPiece("a1", "king", "white"), PositionPiece("c3", "knight", "black"), PositionPiece("e4", "pawn", "white"),
+    )  # fmt: skip
+    layout = draw_layout(6, 2, position=position, square="c3")
+    assert (layout.target.kind, layout.target.square, layout.target.side) == ("knight", "c3", "black")
+    assert [piece.square for piece in layout.distractors] == ["a1", "e4"]
+    assert layout.variation == draw_layout(6, 2).variation
+    without_king = draw_layout(6, 2, position=position[1:], square="e4")
+    assert without_king.target == layout.distractors[1] and without_king.distractors == (layout.target,)
+    assert draw_layout(6, 3, position=position, square="c3").target.offset_m != layout.target.offset_m
+    assert draw_layout(6, 2, attempt=1, position=position, square="c3").target.yaw != layout.target.yaw
+
+
+def test_target_of_a_position_without_a_square_is_drawn_among_those_within_reach():
+    position = tuple(PositionPiece(name, "pawn", "black") for name in SQUARES if name[1] in "18")
+    drawn = {draw_layout(7, index, position=position).target.square for index in range(300)}
+    assert drawn == {piece.square for piece in position} & set(REACHABLE_SQUARES)
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 1.5, True, "3", None])

@@ -33,6 +33,7 @@ _TILT_DEG = (15.0, 15.0, 30.0, 40.0, 45.0, 55.0)
 _YAW_DEG = (0.0, -12.0, 12.0, -24.0, 24.0, -37.0, 37.0, -50.0, 50.0)
 _TILT_CHANGE_DEG = (0.0, -8.0, 8.0)
 _MAX_CANDIDATES = 9
+_TALL = 0.055  # the hand passes over pieces of this height; beside taller ones every candidate is tried [m]
 _FIRM = 0.0015  # weakness of a grasp that needs no search for a better one [m of clearance]
 _MAX_SLOPE = np.radians(30.0)
 _SAFE_DISTANCE = 0.004  # clearance that is good enough
@@ -166,7 +167,10 @@ class GraspPlanner:
         self.probe.set_pieces(data)
         best: Grasp | None = None
         best_margin = -np.inf
-        for candidate in sorted(self._candidates(data, target, yaw_shift))[:_MAX_CANDIDATES]:
+        tall = any(PIECE_KINDS[self.scene.pieces[slot].kind].height > _TALL for slot in self.scene.active)
+        for number, candidate in enumerate(sorted(self._candidates(data, target, yaw_shift))):
+            if number >= _MAX_CANDIDATES and not (tall and (best is None or best.clearance < 0)):
+                break
             grasp = self._try(data, target, candidate, best_margin + candidate.weakness)
             if grasp is not None:
                 best, best_margin = grasp, grasp.clearance - candidate.weakness
