@@ -96,7 +96,16 @@ def test_command_line_sets_the_arguments():
     flags = {"type": "chess_pick", "image_size": 128, "distractors": [0, 8], "seconds": 4, "scene_seed": 7}
     config = draccus.parse(Program, args=[f"--env.{name}={value}" for name, value in flags.items()]).env
     kwargs = {"image_size": 128, "distractors": (0, 8), "seconds": 4.0, "render_mode": "rgb_array"}
-    assert config.gym_kwargs == kwargs and config.scene_seed == 7
+    plain = {"task": "white", "pieces": ("pawn", "knight"), "randomization": "default"}
+    assert config.gym_kwargs == {**kwargs, **plain} and config.scene_seed == 7
+    flags |= {"task": "square", "pieces": "pawn,king", "randomization": "wide"}
+    config = draccus.parse(Program, args=[f"--env.{name}={value}" for name, value in flags.items()]).env
+    assert config.gym_kwargs == {
+        **kwargs,
+        "task": "square",
+        "pieces": ("pawn", "king"),
+        "randomization": "wide",
+    }
 
 
 def test_defaults_are_those_of_chess_env():
@@ -109,7 +118,12 @@ def test_defaults_are_those_of_chess_env():
 
 @pytest.mark.parametrize(
     ("flag", "message"),
-    [("distractors=[9,3]", r"distractors=\(9, 3\): "), ("image_size=4", "image_size=4: ")],
+    [
+        ("distractors=[9,3]", r"distractors=\(9, 3\): "),
+        ("image_size=4", "image_size=4: "),
+        ("task=colour", "task='colour': allowed are 'white', 'square'"),
+        ("pieces=pawn,ace", "'ace'"),
+    ],
 )
 def test_a_wrong_argument_is_refused_while_flags_are_read(flag, message):
     with pytest.raises(draccus.utils.DecodingError, match=message):
@@ -164,6 +178,14 @@ def test_lerobot_is_told_the_instruction_the_time_limit_and_an_image(make_envs):
     assert envs.call("task_description") == envs.call("task") == ("Pick up the white chess piece.",)
     assert envs.call("_max_episode_steps") == (15,)
     assert envs.call("render")[0].shape == (480, 640, 3)
+
+
+def test_lerobot_is_told_each_scenes_own_instruction(make_envs):
+    envs = make_envs(n_envs=2, task="square", pieces="all", image_size=16)
+    _, info = envs.reset(seed=[0, 1], options=NEW_ROLLOUT)
+    expected = [f"Pick up the {piece} on {square}." for piece, square in zip(info["piece"], info["square"])]
+    assert list(envs.call("task_description")) == list(envs.call("task")) == expected
+    assert expected[0] != expected[1]
 
 
 def test_lerobots_seed_is_the_seed_of_the_scene_at_index_0(make_envs):

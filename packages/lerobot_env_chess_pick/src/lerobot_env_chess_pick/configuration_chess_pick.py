@@ -67,7 +67,13 @@ class ChessPickEnvConfig(EnvConfig):
     image_size: int = DEFAULT_ARGUMENTS["image_size"]
     """Height and width of both cameras' images [px]."""
     distractors: tuple[int, int] = DEFAULT_ARGUMENTS["distractors"]
-    """Lowest and highest number of black pieces."""
+    """Lowest and highest number of pieces beside the target."""
+    task: str = DEFAULT_ARGUMENTS["task"]
+    """white: the target is the one white piece. square: the instruction names its kind and square."""
+    pieces: str = ",".join(DEFAULT_ARGUMENTS["pieces"])
+    """Kinds of target and others, separated by commas, or all."""
+    randomization: str = DEFAULT_ARGUMENTS["randomization"]
+    """How far the scenes vary: none, default or wide."""
     seconds: float = DEFAULT_ARGUMENTS["seconds"]
     """Time limit of an episode [s]."""
     scene_seed: int | None = None
@@ -113,6 +119,9 @@ class ChessPickEnvConfig(EnvConfig):
         return {
             "image_size": self.image_size,
             "distractors": tuple(self.distractors),
+            "task": self.task,
+            "pieces": self.pieces if self.pieces == "all" else tuple(self.pieces.split(",")),
+            "randomization": self.randomization,
             "seconds": self.seconds,
             "render_mode": "rgb_array",
         }
