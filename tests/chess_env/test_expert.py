@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from chess_env import board, so101
+from chess_env.config import PIECES
 from chess_env.errors import ConfigError
 from chess_env.expert import HOVER_FRAME, Expert, ExpertAgent, ExpertConfig
 from chess_env.grasp import CollisionProbe, seed_qpos
 from chess_env.kinematics import GraspPose, jaw_direction
 from chess_env.motion import CLOSE_ANGLE
-from chess_env.pieces import BLACK_RGBA
+from chess_env.pieces import BLACK_RGBA, PIECE_KINDS
 from chess_env.scene import ChessScene, Placement, build_scene
 
 OUT_OF_REACH = (0.445, 0.155)  # the board's far corner
@@ -20,6 +21,12 @@ STEPS_PER_FRAME = 8  # 30 Hz in steps of 1/240 s
 @pytest.fixture(scope="module")
 def scene() -> ChessScene:
     return build_scene(num_distractors_max=15)
+
+
+@pytest.fixture(scope="module")
+def all_kinds() -> tuple[ChessScene, Expert]:
+    scene = build_scene(num_distractors_max=4, kinds=PIECES)
+    return scene, Expert(scene)
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +127,46 @@ def test_goes_on_lifting_a_piece_that_it_holds(scene, expert):
     assert lift_mm(scene, data, 0) > 60
 
 
-@pytest.mark.parametrize("slot", [0, 1])
-def test_a_held_piece_slips_less_than_2_mm_in_10_s(scene, expert, slot):
+@pytest.mark.parametrize("slot", range(6))
+def test_a_held_piece_slips_less_than_2_mm_in_10_s(all_kinds, slot):
+    scene, expert = all_kinds
     data = mujoco.MjData(scene.model)
     scene.place(data, [Placement(slot, tuple(board.square_center("e5")), 0.4)], so101.HOME_QPOS)
     run(scene, data, expert.plan(data, slot, np.random.default_rng(2)))
     height = lift_mm(scene, data, slot)
+    assert height > 60
     mujoco.mj_step(scene.model, data, 2400)
     assert abs(lift_mm(scene, data, slot) - height) < 2
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_every_kind_is_lifted_from_between_kings_and_queens(all_kinds, kind):
+    scene, expert = all_kinds
+    data = mujoco.MjData(scene.model)
+    target = scene.target_slot(kind)
+    around = [(dx, dy) for dx in (-0.04, 0.0, 0.04) for dy in (-0.04, 0.0, 0.04) if dx or dy]
+    slots = [*scene.distractor_slots("king"), *scene.distractor_slots("queen")]
+    centre = board.square_center("d4")
+    placements = [Placement(target, tuple(centre), 0.3)]
+    placements += [Placement(slot, tuple(centre + shift), 0.0) for slot, shift in zip(slots, around)]
+    scene.place(data, placements, so101.HOME_QPOS)
+    others = [scene.pieces[placement.piece_slot].body_id for placement in placements[1:]]
+    before = data.xpos[others].copy()
+    run(scene, data, expert.plan(data, target, np.random.default_rng(3)))
+    assert len(others) == 8 and lift_mm(scene, data, target) > 60
+    assert np.linalg.norm(data.xpos[others] - before, axis=1).max() < 0.010
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_finger_tips_take_each_kind_at_its_own_height(all_kinds, kind):
+    scene, expert = all_kinds
+    data = mujoco.MjData(scene.model)
+    slot = scene.target_slot(kind)
+    scene.place(data, [Placement(slot, tuple(board.square_center("d5")), 0.0)], so101.HOME_QPOS)
+    grasp = expert.planner.plan(data, slot)
+    tips = expert.planner.arm.pose(grasp.qpos, grasp.local).point_w
+    assert tips[2] - board.BOARD_TOP_Z == pytest.approx(PIECE_KINDS[kind].grasp_height, abs=0.001)
+    assert PIECE_KINDS[kind].grasp_height >= 0.024
 
 
 def test_targets_stay_inside_the_limits_and_move_smoothly(scene, expert):
