@@ -288,7 +288,8 @@ def _sampler_record(policy: FlowPolicy, noise: NoiseModel | None) -> dict[str, A
     }
     if noise is not None:
         record |= noise.settings()
-        record["sigma"] = noise.sigma().detach().tolist()
+        if not noise.needs_features:
+            record["sigma"] = noise.sigma().detach().tolist()
     return record
 
 

@@ -58,24 +58,33 @@ class TrainConfig:
     """Validation episodes, always the same scenes, without noise."""
     val_every: int = 5
     """Validate before the first update and after every so many iterations."""
+    noise_tax_episodes: int = 0
+    """Measure what the exploration noise costs in success, on so many validation scenes, before the run. 0: do not."""
     save_every: int = 5
     """Keep a checkpoint after every so many iterations. A run that is killed repeats those since the last one."""
 
     lr: float = 3e-7
     """Learning rate of the policy."""
     sigma_lr: float = 3e-3
-    """Learning rate of the noise, with --learn-sigma."""
+    """Learning rate of the noise, with --learn-sigma or --noise-kind head."""
     critic_lr: float = 3e-4
     """Learning rate of the critic."""
     kl_adapt: float | None = None
     """Per-element KL that the policy's learning rate is steered to, by a factor of 0.5 to 2 an iteration. None: fixed rate."""
 
+    noise_kind: Literal["geometric", "head", "flow-sde"] = "geometric"
+    """Exploration noise. geometric: from --sigma-start to --sigma-end. head: the same, trained to depend on the observation
+    (ReinFlow). flow-sde: the flow's stochastic differential equation (Flow-GRPO), of size --flow-sde-level."""
     sigma_start: float = 0.2
     """Standard deviation of the exploration noise at the first denoising step [normalized action]."""
     sigma_end: float = 0.002
     """Standard deviation at the last denoising step; geometric in between."""
     learn_sigma: bool = False
     """Train the standard deviation per denoising step and joint, inside [0.5 * smaller, 1.5 * larger] of the two ends."""
+    flow_sde_level: float = 0.5
+    """a of --noise-kind flow-sde: the diffusion is a * sqrt(t / (1 - t))."""
+    entropy_coef: float = 0.0
+    """Weight of the noise's entropy in the objective, per element; needs --learn-sigma or --noise-kind head."""
     noise_basis: Literal["white", "dct"] = "white"
     """white: every target of the chunk on its own. dct: only the lowest cosine modes over the chunk, which an arm can follow."""
     noise_modes: int = 6
@@ -230,6 +239,8 @@ AT_LEAST_ZERO = (
     "lr",
     "critic_lr",
     "vf_coef",
+    "entropy_coef",
+    "noise_tax_episodes",
 )
 POSITIVE = ("reward_scale", "seconds", "sigma_start", "sigma_end", "target_kl", "max_grad_norm", "kl_adapt")
 
@@ -258,9 +269,34 @@ def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:
     parse_rename(config.rename)
     if isinstance(config, CheckConfig):
         parse_schedules(config.schedules)
+    if isinstance(config, TrainConfig):
+        _check_noise(config)
     if isinstance(config, TrainConfig) and config.train_seed == config.val_seed:
         raise FlowRLError(
             f"--val-seed {config.val_seed} equals --train-seed: validation scenes would be trained on; choose another"
+        )
+
+
+def _check_noise(config: TrainConfig) -> None:
+    """Flags of the noise that do not go together."""
+    if config.learn_sigma and config.noise_kind != "geometric":
+        reason = (
+            "is trained anyway" if config.noise_kind == "head" else "has a derived size, which is not trained"
+        )
+        raise FlowRLError(
+            f"--learn-sigma with --noise-kind {config.noise_kind}: that noise {reason}; leave --learn-sigma out"
+        )
+    if config.flow_sde_level != TrainConfig.flow_sde_level and config.noise_kind != "flow-sde":
+        raise FlowRLError(
+            f"--flow-sde-level {config.flow_sde_level} with --noise-kind {config.noise_kind}: it has no effect there; "
+            "give --noise-kind flow-sde, or leave it out"
+        )
+    if not 0 < config.flow_sde_level <= 1:
+        raise FlowRLError(f"--flow-sde-level {config.flow_sde_level}: must be greater than 0 and at most 1")
+    if config.entropy_coef and not (config.learn_sigma or config.noise_kind == "head"):
+        raise FlowRLError(
+            f"--entropy-coef {config.entropy_coef}: the entropy of a noise that is not trained is constant; "
+            "give --learn-sigma or --noise-kind head, or leave it out"
         )
 
 

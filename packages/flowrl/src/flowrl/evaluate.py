@@ -8,9 +8,10 @@ from typing import Any
 
 import gymnasium
 
-from flowrl.checkpoint import load_training_state, resolve_checkpoint
+from flowrl.checkpoint import resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
+from flowrl.exploration import load_noise
 from flowrl.metrics import LogMetrics, paired_difference, wilson_interval
 from flowrl.plain import evaluate_plain
 from flowrl.policy.interface import FlowPolicy
@@ -111,7 +112,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         expert_dtype="float32" if config.expert_fp32 else "loaded",
         rename=parse_rename(config.rename),
     )
-    noise = _trained_noise(path, policy) if config.noise else None
+    noise = load_noise(path, policy) if config.noise else None
     spec = find_spec(config.env_id)
     kwargs = resolve_env_kwargs(spec, parse_env_kwargs(config.env_kwargs), config.seconds, policy.spec)
     if config.video_episodes:  # before an evaluation that may take hours
@@ -276,19 +277,6 @@ def _success(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _successes(results: Mapping[str, Any]) -> list[bool]:
     return [bool(record["success"]) for record in results["episodes"]]
-
-
-def _trained_noise(path: str, policy: FlowPolicy) -> NoiseModel:
-    """The noise that the checkpoint was trained with."""
-    state = load_training_state(path)
-    names = ("sigma_start", "sigma_end", "basis", "num_modes", "learn_sigma")
-    missing = [name for name in names if name not in state.sampler]
-    if missing:
-        raise FlowRLError(f"--noise: {path} stores no exploration noise; evaluate without it")
-    noise = NoiseModel(policy.spec, **{name: state.sampler[name] for name in names})
-    if noise.learn_sigma:
-        state.restore_module("noise", noise)
-    return noise.to(policy.device)
 
 
 def _finished_results(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

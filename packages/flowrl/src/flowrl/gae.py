@@ -3,6 +3,8 @@
 Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 SMALLEST_STD = 1e-6
@@ -37,6 +39,38 @@ def estimate_advantages(
         advantage = deltas[t] + gamma * lam * advantage
         advantages[t] = advantage
     return advantages, advantages + values
+
+
+def estimate_interleaved(
+    episode: np.ndarray,
+    order: np.ndarray,
+    values: np.ndarray,
+    rewards: Mapping[int, np.ndarray],
+    final_values: Mapping[int, float],
+    gamma: float,
+    lam: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns of a rollout whose decisions lie in the order they were sampled, episodes interleaved.
+
+    Args:
+        episode: Number of each decision's episode, (N,).
+        order: Its place in that episode, from 0, (N,).
+        values: Critic's value of each decision's observation, (N,).
+        rewards: Rewards of each episode, by its number.
+        final_values: Value after the last decision of the episodes that are bootstrapped; 0 for the others.
+        gamma, lam: As in `estimate_advantages`.
+
+    Returns:
+        Advantages and returns, each float64 of shape (N,).
+    """
+    advantages, returns = np.zeros(len(episode)), np.zeros(len(episode))
+    for number, episode_rewards in rewards.items():
+        rows = np.nonzero(episode == number)[0]
+        rows = rows[np.argsort(order[rows])]
+        advantages[rows], returns[rows] = estimate_advantages(
+            episode_rewards, values[rows], final_values.get(number, 0.0), gamma, lam
+        )
+    return advantages, returns
 
 
 def normalize_advantages(advantages: np.ndarray) -> np.ndarray:

@@ -86,6 +86,12 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
     return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else None
 
 
+def spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """Mean, standard deviation and extremes of the values, as `<name>_mean`, `_std`, `_min`, `_max`."""
+    numbers = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
+    return {f"{name}_{statistic}": float(number) for statistic, number in numbers.items()}
+
+
 LogMetrics = Mapping[str, Sequence[Any]]
 """log name -> (metric, "mean" or "median") or (metric, reduction, (other metric, its value))."""
 

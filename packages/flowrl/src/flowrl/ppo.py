@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowrl.breakdown import Values, break_down, element_sums
 from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore, rescore_flat
+from flowrl.gradient_noise import GradientSums, NoiseScale, episode_groups
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
-from flowrl.policy.noise import NoiseModel
+from flowrl.policy.noise import NoiseModel, gaussian_entropy
 from flowrl.rollout import Decisions
 
 LOG_RATIO_LIMIT = 20.0
@@ -68,8 +70,12 @@ def clipped_loss(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: flo
     ratio = log_ratios.exp()
     advantage = advantages.view(-1, *[1] * (log_ratios.dim() - 1))
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    clipped = ((ratio.detach() - 1).abs() > clip).float()
-    return -masked_mean(objective, mask), masked_mean(clipped, mask)
+    return -masked_mean(objective, mask), masked_mean(outside_clip(log_ratios, clip), mask)
+
+
+def outside_clip(log_ratios: Tensor, clip: float) -> Tensor:
+    """1 for the units whose ratio is outside [1 - clip, 1 + clip], float32, of the same shape."""
+    return ((log_ratios.detach().exp() - 1).abs() > clip).float()
 
 
 def approx_kl(new: Tensor, old: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +93,11 @@ def adapted_lr(lr: float, kl: float, target: float) -> float:
 
 @dataclass
 class UpdateStats:
-    """What an update reports, averaged over its minibatches (kl over those of the last epoch); None: not applicable."""
+    """What an update reports, averaged over its minibatches (kl over those of the last epoch); None: not applicable.
+
+    ratio_std, by_step, by_position, by_joint: see `breakdown.Breakdown`. grad_signal and episodes_needed: see
+    `gradient_noise`; the latter from all iterations so far.
+    """
 
     kl: float | None = None
     kl_decision: float | None = None
@@ -96,6 +106,12 @@ class UpdateStats:
     v_loss: float | None = None
     grad_norm: float | None = None
     grad_cosine: float | None = None
+    grad_signal: float | None = None
+    episodes_needed: float | None = None
+    ratio_std: float | None = None
+    by_step: Values | None = None
+    by_position: Values | None = None
+    by_joint: Values | None = None
     ratio_max_dev: float | None = None
     epochs_done: int = 0
     kl_stop: bool = False
@@ -113,6 +129,7 @@ class PPO:
         optimizer: AdamW without weight decay, three groups: policy, noise, critic.
         lr: The policy's learning rate now; `kl_adapt` changes it.
         bad_in_a_row: Minibatches just before now that were skipped; counted on over iterations.
+        noise_scale: The gradient's, over all iterations so far; with `grad_cosine`.
     """
 
     def __init__(self, policy: FlowPolicy, noise: NoiseModel, critic: Critic, config: TrainConfig) -> None:
@@ -128,6 +145,7 @@ class PPO:
         # Fused: it is the one that can skip a step by a flag on the device (`found_inf`), without waiting for it.
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.bad_in_a_row = 0
+        self.noise_scale = NoiseScale()
 
     def update(
         self,
@@ -158,14 +176,18 @@ class PPO:
         stats = UpdateStats(lr=self.lr if train_policy else 0.0)
         self.optimizer.param_groups[0]["lr"] = self.lr
         stats.ratio_max_dev, old = self._old_log_prob(decisions, needed=train_policy)
-        if config.grad_cosine and train_policy and len(decisions) > 1:
-            stats.grad_cosine = self._half_split_cosine(decisions, old, advantage)
+        if config.grad_cosine and train_policy:
+            self._measure_gradient(decisions, old, advantage, stats)
 
         rows: list[dict[str, float]] = []
+        sums: list[Tensor] = []  # one an epoch
         for epoch in range(config.epochs):
             table = []
+            sums.append(torch.zeros(5, *old.shape[1:], device=device))
             for index in self._minibatches(len(decisions), iteration, epoch, device):
-                table.append(self._step(decisions, index, old, advantage, target, train_policy))
+                row, elements = self._step(decisions, index, old, advantage, target, train_policy)
+                table.append(row)
+                sums[-1] += elements
                 on_minibatch(len(index))
             epoch_rows = self._read(table, stats)
             rows += epoch_rows
@@ -177,7 +199,7 @@ class PPO:
                     break
         for epoch in range(config.epochs, config.epochs + config.critic_epochs):
             table = [
-                self._step(decisions, index, old, advantage, target, train_policy=False)
+                self._step(decisions, index, old, advantage, target, train_policy=False)[0]
                 for index in self._minibatches(len(decisions), iteration, epoch, device)
             ]
             self._read(table, stats)
@@ -186,6 +208,8 @@ class PPO:
         if train_policy:
             for name in ("clip_fraction", "pg_loss", "grad_norm"):
                 setattr(stats, name, _mean(rows, name))
+            for name, value in vars(break_down(sums)).items():
+                setattr(stats, name, value)
             if config.kl_adapt is not None and stats.kl is not None:
                 self.lr = adapted_lr(self.lr, stats.kl, config.kl_adapt)
         return stats
@@ -234,14 +258,16 @@ class PPO:
         advantage: Tensor,
         target: Tensor,
         train_policy: bool,
-    ) -> Tensor:
-        """One optimizer step on one minibatch, without waiting for the device; returns a row of `_COLUMNS`.
+    ) -> tuple[Tensor, Tensor]:
+        """One optimizer step on one minibatch, without waiting for the device.
 
+        Returns a row of `_COLUMNS`, and what `element_sums` says of the ratios; that is 0 for a skipped minibatch.
         Gradients are summed over parts of the minibatch, each weighted by its share of what counts, so that the result
         is the whole minibatch's mean and memory is a part's.
         """
         self.optimizer.zero_grad()
         total = torch.zeros(len(_COLUMNS) - 2, device=index.device)
+        elements = torch.zeros(5, *old.shape[1:], device=index.device)
         for part in self._parts(index):
             by_size, by_elements = len(part) / len(index), self._share(decisions, part, index)
             share = by_elements if self.config.ratio == "element" else by_size
@@ -254,7 +280,11 @@ class PPO:
                     decisions, part, new, old_log_prob, advantage
                 )
                 loss = loss + share * pg_loss
+                if self.config.entropy_coef:
+                    entropy = gaussian_entropy(self.noise.sigma(decisions.features[part])).mean()
+                    loss = loss - by_size * self.config.entropy_coef * entropy
                 kl, kl_decision = approx_kl(new, old_log_prob, mask)
+                elements += self._element_sums(new.detach(), old_log_prob, mask)
                 row = torch.stack(
                     [
                         share * pg_loss.detach(),
@@ -272,7 +302,8 @@ class PPO:
         bad = ~torch.isfinite(torch.stack([total[0] + total[1], *norms])).all()
         self.optimizer.found_inf = bad.float()
         self.optimizer.step()
-        return torch.cat([total, torch.stack([norms[0], bad.float()])])
+        row = torch.cat([total, torch.stack([norms[0], bad.float()])])
+        return row, torch.where(bad, torch.zeros_like(elements), elements)
 
     def _parts(self, index: Tensor) -> Sequence[Tensor]:
         """A minibatch in pieces that fit into memory: all of it on a GPU, `CPU_PART` decisions on a CPU."""
@@ -294,6 +325,10 @@ class PPO:
         weight = mask if self.config.ratio == "element" else torch.ones_like(ratios)
         return *clipped_loss(ratios, advantage[index], weight, self.config.clip), mask
 
+    def _element_sums(self, new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        clipped = outside_clip(log_ratio(new, old, mask, self.config.ratio), self.config.clip)
+        return element_sums(log_ratio(new, old, mask, "element"), clipped, mask)
+
     def _clip(self, group: list[nn.Parameter], zero: Tensor) -> Tensor:
         """Clips a group's gradient and returns the norm before; 0 on the device for a group that has none now."""
         with_gradient = [parameter for parameter in group if parameter.grad is not None]
@@ -314,33 +349,30 @@ class PPO:
             good += [] if row["bad"] else [row]
         return good
 
-    def _half_split_cosine(self, decisions: Decisions, old: Tensor, advantage: Tensor) -> float:
-        """Cosine between the policy gradients of the even and the odd decisions, before any step."""
-        gradients = []
-        for half in range(2):
+    def _measure_gradient(
+        self, decisions: Decisions, old: Tensor, advantage: Tensor, stats: UpdateStats
+    ) -> None:
+        """How much of the policy's gradient is signal, before any step; see `gradient_noise`."""
+        groups = episode_groups(decisions.episode)
+        if not groups:
+            return
+        sums, everything = GradientSums(), torch.arange(len(decisions), device=old.device)
+        for group in groups:
             self.optimizer.zero_grad()
-            chosen = torch.arange(half, len(decisions), 2, device=old.device)
+            chosen = torch.as_tensor(group, device=old.device)
             for index in chosen.split(self.config.minibatch):
                 for part in self._parts(index):
-                    loss, _, _ = self._policy_loss(
-                        decisions, part, self._log_prob(decisions, part), old[part], advantage
-                    )
-                    share = (
-                        self._share(decisions, part, chosen)
-                        if self.config.ratio == "element"
-                        else len(part) / len(chosen)
-                    )
-                    (loss * share).backward()
-            gradients.append(
-                torch.cat(
-                    [
-                        p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten()
-                        for p in self.groups[0]
-                    ]
-                )
-            )
+                    new = self._log_prob(decisions, part)
+                    loss, _, _ = self._policy_loss(decisions, part, new, old[part], advantage)
+                    by_size, by_elements = len(part) / len(old), self._share(decisions, part, everything)
+                    (loss * (by_elements if self.config.ratio == "element" else by_size)).backward()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.groups[0]]
+            sums.add(len(groups) * torch.cat([gradient.flatten() for gradient in gradients]))
         self.optimizer.zero_grad()
-        return float(nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0))
+        estimate = sums.estimate(len(np.unique(decisions.episode)))
+        self.noise_scale.add(estimate)
+        stats.grad_cosine, stats.grad_signal = estimate.cosine, estimate.signal_fraction
+        stats.episodes_needed = self.noise_scale.episodes_needed
 
 
 def _mean(rows: Sequence[dict[str, float]], name: str) -> float | None:

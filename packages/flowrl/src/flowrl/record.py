@@ -28,8 +28,16 @@ UPDATE_FIELDS = (
         "explained_variance",
         "grad_norm",
         "grad_cosine",
+        "grad_signal",
+        "episodes_needed",
     ),
-    *("ratio_max_dev", "sigma_mean", "epochs_done", "kl_stop", "lr", "skipped"),
+    *("ratio_max_dev", "ratio_std", "by_step", "by_position", "by_joint"),
+    *("sigma_mean", "entropy", "epochs_done", "kl_stop", "lr", "skipped"),
+    *(
+        f"{name}_{statistic}"
+        for name in ("advantage", "return")
+        for statistic in ("mean", "std", "min", "max")
+    ),
 )
 TIME_FIELDS = ("rollout_s", "rollout_parts", "update_s", "val_seconds")
 
@@ -40,6 +48,21 @@ def empty_line(iteration: int, log_metrics: LogMetrics) -> dict[str, Any]:
     fields = ["decisions", "train_episodes", *(f"train_{name}" for name in names)]
     fields += ["val_episodes", *(f"val_{name}" for name in names), *UPDATE_FIELDS, *TIME_FIELDS]
     return {"iteration": iteration, **dict.fromkeys(fields)}
+
+
+def describe_line(line: Mapping[str, Any]) -> str:
+    """A log line as a readable one."""
+    parts = [f"iteration {line['iteration']}:"]
+    for kind in ("train", "val"):
+        if line[f"{kind}_success"] is not None:
+            parts.append(f"{kind} success {line[f'{kind}_success']:.1%} of {line[f'{kind}_episodes']},")
+        elif line[f"{kind}_return"] is not None:
+            parts.append(f"{kind} return {line[f'{kind}_return']:.3g},")
+    if line["kl"] is not None:
+        parts.append(f"kl {line['kl']:.2g}, clipped {line['clip_fraction']:.1%}, lr {line['lr']:.2g},")
+    times = {"rollout": line["rollout_s"], "update": line["update_s"], "validation": line["val_seconds"]}
+    parts += [f"{name} {seconds:.1f} s" for name, seconds in times.items() if seconds is not None]
+    return " ".join(parts)
 
 
 def check_unused(out: Path) -> None:
@@ -94,6 +117,12 @@ class Record:
             self._log = (out / "log.jsonl").open("a", encoding="utf-8")
             self._board = SummaryWriter(str(out), purge_step=None if log is None else len(log))
         self.out = out
+        self.args = dict(args)
+
+    def amend(self, name: str, value: Any) -> None:
+        """Adds an entry to args.json."""
+        self.args[name] = value
+        write_json(self.out / "args.json", self.args)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Appends one line; it is on the disk when this returns, before any checkpoint of its iteration."""
@@ -101,15 +130,26 @@ class Record:
             self._log.write(json.dumps(line, allow_nan=False) + "\n")
             self._log.flush()
             os.fsync(self._log.fileno())
-            for name, value in line.items():
-                if isinstance(value, int | float) and name != "iteration":
-                    group = name.partition("_")[0] if name.startswith(("train_", "val_")) else "update"
-                    self._board.add_scalar(f"{group}/{name}", value, line["iteration"])
+            for name, value in scalars(line):
+                self._board.add_scalar(name, value, line["iteration"])
             self._board.flush()
 
     def close(self) -> None:
         self._log.close()
         self._board.close()
+
+
+def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """A log line's numbers as TensorBoard names them: `update/kl`, and one for each value of an array: `by_step_kl/03`."""
+    for name, value in line.items():
+        if isinstance(value, int | float) and name != "iteration":
+            group = name.partition("_")[0] if name.startswith(("train_", "val_")) else "update"
+            yield f"{group}/{name}", value
+        elif name.startswith("by_") and value is not None:
+            for measure, numbers in value.items():
+                for position, number in enumerate(numbers):
+                    if number is not None:
+                        yield f"{name}_{measure}/{position:02d}", number
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -14,16 +14,18 @@ from gymnasium.vector.utils import create_empty_array
 from flowrl.checkpoint import TrainingState, read_meta, save_checkpoint
 from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
-from flowrl.gae import estimate_advantages, normalize_advantages
-from flowrl.metrics import explained_variance
+from flowrl.exploration import describe_noise_tax, make_noise, measure_noise_tax
+from flowrl.gae import estimate_interleaved, normalize_advantages
+from flowrl.gradient_noise import NoiseScale
+from flowrl.metrics import explained_variance, spread
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.loading import load_policy
-from flowrl.policy.noise import NoiseModel
+from flowrl.policy.noise import gaussian_entropy
 from flowrl.ppo import PPO
 from flowrl.progress import Progress, tell
 from flowrl.randomness import random_state, restore_random_state, seed_all
-from flowrl.record import Record, check_unused, describe_machine, empty_line, read_log
+from flowrl.record import Record, check_unused, describe_line, describe_machine, empty_line, read_log
 from flowrl.resume import changed, newest_state, read_args, recorded_config, settled_config
 from flowrl.rollout import Rollout, collect
 from flowrl.scenes import fixed_scenes, overlap, training_scenes
@@ -51,6 +53,7 @@ def train(
         FlowRLError: bad input, failing environment, or a diverged update.
     """
     with StopRequest() as stop, Run(config, load, preset or {}) as run:
+        run.measure_noise_tax(stop)
         if run.pending is not None:
             run.complete(run.pending, stop)
         while run.iteration < config.iterations and not stop.requested:
@@ -134,16 +137,9 @@ class Run:
 
     def _build_learner(self, device: torch.device) -> None:
         config = self.config
-        self.noise = NoiseModel(
-            self.policy.spec,
-            sigma_start=config.sigma_start,
-            sigma_end=config.sigma_end,
-            basis=config.noise_basis,
-            num_modes=config.noise_modes if config.noise_basis == "dct" else None,
-            learn_sigma=config.learn_sigma,
-        ).to(device)
         blank = create_empty_array(self.vec_env.single_observation_space, n=2, fn=np.zeros)
         features = self.policy.prefix_features(self.policy.encode(blank, ["task"] * 2))
+        self.noise = make_noise(config, self.policy, features.shape[1])
         seed_all(config.train_seed)
         self.critic = Critic(features.shape[1]).to(device)
         self.ppo = PPO(self.policy, self.noise, self.critic, config)
@@ -158,6 +154,7 @@ class Run:
         self.iteration, self.next_index = meta["iteration"], meta["next_index"]
         self.best_bound, self.best_iteration = meta["best_bound"], meta["best_iteration"]
         self.ppo.lr, self.ppo.bad_in_a_row = meta["lr"], meta["bad_in_a_row"]
+        self.ppo.noise_scale = NoiseScale(**meta.get("gradient_noise", {}))
         self.pending = None
         restore_random_state(state.group("random"), meta["random"], self.policy.device)
         self.random = random_state(self.policy.device)
@@ -229,21 +226,15 @@ class Run:
         assert decisions is not None
         with torch.no_grad():
             values = self.critic(decisions.features).cpu().numpy()
-        advantages, returns = np.zeros(len(decisions)), np.zeros(len(decisions))
-        for episode in rollout.episodes:
-            rows = np.nonzero(decisions.episode == episode.number)[0]
-            rows = rows[np.argsort(decisions.order[rows])]
-            final_value = 0.0
-            if episode.final_features is not None:
-                with torch.no_grad():
-                    final_value = float(self.critic(episode.final_features[None]))
-            advantages[rows], returns[rows] = estimate_advantages(
-                config.reward_scale * np.array(episode.rewards),
-                values[rows],
-                final_value,
-                config.gamma,
-                config.lam,
-            )
+            final_values = {
+                episode.number: float(self.critic(episode.final_features[None]))
+                for episode in rollout.episodes
+                if episode.final_features is not None
+            }
+        rewards = {e.number: config.reward_scale * np.array(e.rewards) for e in rollout.episodes}
+        advantages, returns = estimate_interleaved(
+            decisions.episode, decisions.order, values, rewards, final_values, config.gamma, config.lam
+        )
         with Progress(
             f"iteration {iteration}: update", config.epochs * len(decisions), "decision"
         ) as progress:
@@ -252,6 +243,7 @@ class Run:
             )
         self.next_index += config.episodes
         self.iteration = iteration
+        sigma = self.noise.sigma(decisions.features).detach()
         fields = {
             f"train_{name}": value
             for name, value in summary(episode_records(rollout), self.log_metrics).items()
@@ -260,10 +252,13 @@ class Run:
             empty_line(iteration, self.log_metrics)
             | fields
             | dataclasses.asdict(stats)
+            | spread("advantage", advantages)
+            | spread("return", returns)
             | {
                 "decisions": len(decisions),
                 "explained_variance": explained_variance(values, returns),
-                "sigma_mean": float(self.noise.sigma().detach().mean()),
+                "sigma_mean": float(sigma.mean()),
+                "entropy": float(gaussian_entropy(sigma).mean()),
                 "rollout_s": round(sum(rollout.seconds.values()), 3),
                 "rollout_parts": rollout.parts(),
                 "update_s": round(time.perf_counter() - start, 3),
@@ -299,7 +294,7 @@ class Run:
         else:
             self.pending = None
         self.record.log(line)
-        self.report(line)
+        tell(describe_line(line))
         if self.pending is not None:
             return
         self.random = random_state(self.policy.device)
@@ -310,6 +305,22 @@ class Run:
             self.save_last()
         if improved:
             self.save("best")
+
+    def measure_noise_tax(self, stop: StopRequest) -> None:
+        """What the noise costs in success, told and kept in args.json; once, before the first update."""
+        config = self.config
+        if config.noise_tax_episodes == 0 or "noise_tax" in self.record.args:
+            return
+        scenes = fixed_scenes(config.val_seed, config.noise_tax_episodes)
+        try:
+            tax = measure_noise_tax(self.policy, self.vec_env, scenes, self.noise, config.task)
+        except FlowRLError:
+            if not stop.requested:
+                raise
+            self.failed = True
+            return
+        self.record.amend("noise_tax", tax)
+        tell(describe_noise_tax(tax))
 
     def validate(self, stop: StopRequest) -> tuple[list[dict[str, Any]] | None, float]:
         """Noise-free episodes on the fixed scenes, and seconds; None when a stop has ended the workers."""
@@ -352,25 +363,12 @@ class Run:
                 "best_iteration": self.best_iteration,
                 "lr": self.ppo.lr,
                 "bad_in_a_row": self.ppo.bad_in_a_row,
+                "gradient_noise": dataclasses.asdict(self.ppo.noise_scale),
                 "random": self.random.values,
                 "env_kwargs": self.env_kwargs,
                 "flags": dataclasses.asdict(self.config),
             },
         )
-
-    def report(self, line: Mapping[str, Any]) -> None:
-        """One readable line about an iteration."""
-        parts = [f"iteration {line['iteration']}:"]
-        for kind in ("train", "val"):
-            if line[f"{kind}_success"] is not None:
-                parts.append(f"{kind} success {line[f'{kind}_success']:.1%} of {line[f'{kind}_episodes']},")
-            elif line[f"{kind}_return"] is not None:
-                parts.append(f"{kind} return {line[f'{kind}_return']:.3g},")
-        if line["kl"] is not None:
-            parts.append(f"kl {line['kl']:.2g}, clipped {line['clip_fraction']:.1%}, lr {line['lr']:.2g},")
-        times = {"rollout": line["rollout_s"], "update": line["update_s"], "validation": line["val_seconds"]}
-        parts += [f"{name} {seconds:.1f} s" for name, seconds in times.items() if seconds is not None]
-        tell(" ".join(parts))
 
     def __enter__(self) -> "Run":
         return self
