@@ -3,11 +3,24 @@
 import numpy as np
 import pytest
 
+from chess_env import board, simulation
 from chess_env.env import ChessPickEnv, ChessPickStepEnv
-from chess_env.errors import (
-    ConfigError,
-)
+from chess_env.errors import ConfigError, EpisodeError, SceneError
+from chess_env.task import is_disturbed, is_lifted, is_toppled
 from chess_episodes import expert_chunks, full_state, hold, run_chunks
+
+DEFAULT_SCENE_0 = (
+    "pawn",
+    "g4",
+    (0.2601884, -0.0987589, 0.0119542),
+    (0.013119, -0.902092, 0.218179, 1.396411, -1.594712, 0.200437),
+)
+DEFAULT_SCENE_1 = (
+    "knight",
+    "d7",
+    (0.3776368, 0.0203651, 0.0119542),
+    (-0.015033, -0.916731, 0.23643, 1.451287, -1.598407, 0.197253),
+)
 
 # -- units and steps ---------------------------------------------------------------------------------------------------
 
@@ -59,6 +72,70 @@ def test_only_the_first_n_action_steps_are_executed():
     executed = [env.step(hold(observation))[4]["num_executed_frames"] for _ in range(2)]
     assert executed == [20, 10]
     env.close()
+
+
+# -- starts ------------------------------------------------------------------------------------------------------------
+
+
+def test_default_scenes_of_a_published_seed_are_the_stored_ones(env):
+    """Positions [m] of the target and the arm's angles [rad] after settling: models were trained on these scenes."""
+    stored = {0: DEFAULT_SCENE_0, 1: DEFAULT_SCENE_1}
+    for index, (piece, square, target_w, arm) in stored.items():
+        _, info = env.reset(seed=9_000_003, options={"index": index})
+        data, adr = env.simulation.data, env.simulation.scene.pieces[env.simulation.target_slot].qpos_adr
+        assert (info["piece"], info["square"]) == (piece, square)
+        np.testing.assert_allclose(data.qpos[adr : adr + 3], target_w, atol=1e-6)
+        np.testing.assert_allclose(data.qpos[:6], arm, atol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"pieces": "all", "task": "square", "randomization": "wide"}])
+def test_no_start_has_ended_already_or_touches_the_arm(arguments):
+    made = ChessPickEnv(observation="state", **arguments)
+    for index in range(150):
+        made.reset(seed=12, options={"index": index})
+        simulation = made.simulation
+        start = simulation.episode.start
+        now = simulation.take_snapshot(start)
+        assert now.stable and not is_lifted(start, now)
+        assert not is_toppled(start, now) and not is_disturbed(start, now)
+        assert now.distractors_upright.min(initial=1.0) > 0.999 and now.target_axis_w[2] > 0.999
+        slots = (simulation.target_slot, *simulation.distractor_slots)
+        assert not any(any(simulation.scene.touched_by_arm(simulation.data, slot)) for slot in slots)
+    made.close()
+
+
+def settled_offset(env):
+    """Largest distance along an axis [m] between where a piece was put and where it came to rest."""
+    layout, scene = env.simulation.layout, env.simulation.scene
+    slots = (env.simulation.target_slot, *env.simulation.distractor_slots)
+    rest = np.array([env.simulation.data.xpos[scene.pieces[slot].body_id][:2] for slot in slots])
+    pieces = (layout.target, *layout.distractors)
+    put = np.array([board.square_center(piece.square) + piece.offset_m for piece in pieces])
+    return np.abs(rest - put).max()
+
+
+def test_a_draw_that_does_not_settle_is_drawn_again_and_in_the_end_refused(env, monkeypatch):
+    offsets = []
+    for index in range(20):
+        env.reset(seed=12, options={"index": index})
+        assert env.simulation.layout.attempt == 0
+        offsets.append(settled_offset(env))
+    limit = float(np.median(offsets))
+    monkeypatch.setattr(simulation, "SETTLED_OFFSET_M", limit)
+    attempts = []
+    for index in range(20):
+        env.reset(seed=12, options={"index": index})
+        attempts.append(env.simulation.layout.attempt)
+        assert settled_offset(env) < limit
+    assert [attempt == 0 for attempt in attempts] == [offset < limit for offset in offsets]
+    assert 0 < max(attempts) < 20
+    monkeypatch.setattr(simulation, "SETTLED_OFFSET_M", 0.0)
+    with pytest.raises(
+        SceneError, match="no scene of seed 12, index 0 settles in 20 draws: use another index"
+    ):
+        env.reset(seed=12)
+    with pytest.raises(EpisodeError, match="call reset"):
+        env.step(np.zeros((50, 6), np.float32))
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------
