@@ -16,7 +16,9 @@ import flowrl.flow.sampler
 import flowrl.plain
 from flowrl.check import check, report
 from flowrl.checks import (
+    SIGMA_TOLERANCE,
     CheckResult,
+    asked_sizes,
     compare_records,
     distinct_starts,
     first_decisions,
@@ -29,6 +31,7 @@ from flowrl.checks import (
 from flowrl.config import CheckConfig, TrainConfig, parse_schedules
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import run_fast, run_plain
+from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise, sample_chain
 from flowrl.flow.schedule import denoising_times
 from flowrl.policy.critic import Critic
@@ -51,6 +54,7 @@ CONFIG = CheckConfig(
 )
 TRAIN = TrainConfig(lr=1e-3)
 BATCH = 2
+KINDS = ("geometric", "head", "flow-sde")
 
 
 def load(path, *, device, expert_dtype, rename):
@@ -196,22 +200,33 @@ def test_scenes_that_start_alike_or_not_again_alike_are_found():
 # ---- 2. noise
 
 
-def test_a_noise_has_the_size_of_its_schedule_in_both_bases():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_noise_has_the_size_of_its_schedule_in_both_bases(kind):
     policy = ToyPolicy()
-    for basis in ({}, {"basis": "dct", "num_modes": 2}):
-        noise = NoiseModel(SPEC, sigma_start=0.3, sigma_end=0.02, **basis)
-        decisions = toy_decisions(policy, noise, 8)
-        assert noise_size_error(policy, decisions, noise, 0.3, 0.02) < 1e-3
+    decisions = toy_decisions(policy, NoiseModel(SPEC), 8)
+    flags = replace(TRAIN, sigma_start=0.3, sigma_end=0.02, noise_kind=kind, noise_modes=2)
+    for basis in ("white", "dct"):
+        noise = make_noise(replace(flags, noise_basis=basis), policy, 2)
+        assert noise_size_error(policy, decisions, noise, asked_sizes(flags, 4)) < 1e-3
 
 
-def test_a_noise_schedule_that_is_not_applied_is_found():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_noise_schedule_that_is_not_applied_is_found(kind):
     policy = ToyPolicy()
-    asked = NoiseModel(SPEC, sigma_start=0.3, sigma_end=0.02)
-    decisions = toy_decisions(policy, asked, 8)
+    flags = replace(TRAIN, sigma_start=0.3, sigma_end=0.02, noise_kind=kind)
+    decisions, asked = toy_decisions(policy, NoiseModel(SPEC), 8), asked_sizes(flags, 4)
     default = NoiseModel(SPEC)  # the flag had no effect
-    assert noise_size_error(policy, decisions, default, 0.3, 0.02) > 0.3
-    asked.perturb = lambda mean, *_: mean
-    assert noise_size_error(policy, decisions, asked, 0.3, 0.02) == pytest.approx(1.0)
+    assert noise_size_error(policy, decisions, default, asked) > 0.3
+    noise = make_noise(flags, policy, 2)
+    noise.perturb = lambda mean, *_: mean
+    assert noise_size_error(policy, decisions, noise, asked) == pytest.approx(1.0)
+
+
+def test_a_flow_sde_without_its_drift_is_found():
+    policy, flags = ToyPolicy(), replace(TRAIN, noise_kind="flow-sde")
+    decisions, noise = toy_decisions(policy, NoiseModel(SPEC), 8), make_noise(flags, policy, 2)
+    noise.mean = lambda x_t, v_t, dt, step=None: x_t + dt * v_t
+    assert noise_size_error(policy, decisions, noise, asked_sizes(flags, 4)) > SIGMA_TOLERANCE
 
 
 def test_noise_that_changes_no_episode_or_has_another_size_fails():

@@ -9,6 +9,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gymnasium.vector import VectorEnv
 from flowrl.checks import (
     CheckResult,
     Row,
+    asked_sizes,
     compare_records,
     distinct_starts,
     likelihood,
@@ -36,6 +38,7 @@ from flowrl.config import (
 )
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import policy_name, run_fast, run_plain
+from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise
 from flowrl.plain import reset_scene, stack_observations
 from flowrl.policy.critic import Critic
@@ -56,8 +59,6 @@ from flowrl.vector_env import (
     make_vector_env,
     resolve_env_kwargs,
 )
-
-DEFAULT_SCHEDULE = (TrainConfig.sigma_start, TrainConfig.sigma_end)
 
 
 def check(
@@ -152,23 +153,25 @@ class _Session:
         """Both need chains that were collected with the noises."""
         assert self.vec_env is not None
         config, own = self.config, self.own_noise()
-        default = self._noise(*DEFAULT_SCHEDULE, "white")
+        default = self._noise(TrainConfig())
         likelihood_rows = likelihood(_describe(default), self.policy, self.collect(default), default)
         self.decisions = self.collect(own)
         if own.settings() != default.settings():
             likelihood_rows += likelihood(_describe(own), self.policy, self.decisions, own)
 
-        train, own_name = self.train_config, f"{_describe(own)}, the policy's own"
-        candidates = {own_name: (train.sigma_start, train.sigma_end)}
+        candidates = {f"{_describe(own)}, the policy's own": self.train_config}
         for start, end in parse_schedules(config.schedules):
-            if (start, end) != candidates[own_name]:
-                candidates[_describe(self._noise(start, end, train.noise_basis))] = (start, end)
+            other = dataclasses.replace(
+                self.train_config, noise_kind="geometric", learn_sigma=False, sigma_start=start, sigma_end=end
+            )
+            if other != self.train_config:
+                candidates[_describe(self._noise(other))] = other
         none = self._validate(None)
         _need_success(none)
         rows = [noise_cost("none", none, none, None)]
-        for name, (start, end) in candidates.items():
-            noise = self._noise(start, end, train.noise_basis)
-            error = noise_size_error(self.policy, self.decisions, noise, start, end)
+        for name, flags in candidates.items():
+            noise, asked = self._noise(flags), asked_sizes(flags, self.policy.spec.num_denoising_steps)
+            error = noise_size_error(self.policy, self.decisions, noise, asked)
             rows.append(noise_cost(name, none, self._validate(noise), error))
         return [
             CheckResult("Noise", rows, {"scenes": config.noise_episodes, "seed": config.noise_seed}),
@@ -177,7 +180,7 @@ class _Session:
 
     def update_and_reload(self) -> list[CheckResult]:
         """Changes the policy: these come last."""
-        observation, tasks, x_0 = self._batch()
+        observation, tasks, x_0 = self._first_batch
         noise = self.own_noise()
         torch.manual_seed(self.train_config.train_seed)
         critic = Critic(self.decisions.features.shape[1]).to(self.device)
@@ -194,8 +197,7 @@ class _Session:
 
     def own_noise(self) -> NoiseModel:
         """The noise that training would use."""
-        config = self.train_config
-        return self._noise(config.sigma_start, config.sigma_end, config.noise_basis)
+        return self._noise(self.train_config)
 
     def collect(self, noise: NoiseModel) -> Decisions:
         """Chains of complete episodes with the noise."""
@@ -225,12 +227,10 @@ class _Session:
         print(text)
         tell(f"{self.out / 'check.md'}, {self.out / 'check.json'}")
 
-    def _noise(self, start: float, end: float, basis: Any) -> NoiseModel:
-        num_modes = self.train_config.noise_modes if basis == "dct" else None
-        noise = NoiseModel(
-            self.policy.spec, sigma_start=start, sigma_end=end, basis=basis, num_modes=num_modes
-        )
-        return noise.to(self.device)
+    def _noise(self, flags: TrainConfig) -> NoiseModel:
+        observation, tasks, _ = self._first_batch
+        features = self.policy.prefix_features(self.policy.encode(observation, tasks))
+        return make_noise(flags, self.policy, features.shape[1])
 
     def _validate(self, noise: NoiseModel | None) -> list[dict[str, Any]]:
         assert self.vec_env is not None
@@ -247,7 +247,8 @@ class _Session:
         finally:
             env.close()
 
-    def _batch(self) -> tuple[Any, list[str], torch.Tensor]:
+    @cached_property
+    def _first_batch(self) -> tuple[Any, list[str], torch.Tensor]:
         """Observations of two scenes, their instructions and x_0."""
         env = make_single_env(self.config.env_id, self.kwargs, self.policy.spec)
         try:
@@ -285,7 +286,12 @@ def _cell(value: Any) -> str:
 
 def _describe(noise: NoiseModel) -> str:
     basis = f"dct {noise.num_elements}" if noise.basis == "dct" else noise.basis
-    return f"{noise.sigma_start:g}:{noise.sigma_end:g} {basis}"
+    size = f"{noise.sigma_start:g}:{noise.sigma_end:g}"
+    if noise.kind == "flow-sde":
+        size = f"flow-sde {noise.flow_sde_level:g}"
+    elif noise.kind == "head":
+        size = f"head {size}"
+    return f"{size} {basis}"
 
 
 def _need_success(records: Sequence[dict[str, Any]]) -> None:

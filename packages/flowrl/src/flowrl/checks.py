@@ -117,12 +117,17 @@ def noise_cost(what: str, none: Records, noisy: Records, sigma_error: float | No
 
 @torch.no_grad()
 def noise_size_error(
-    policy: FlowPolicy, decisions: Decisions, noise: NoiseModel, start: float, end: float
+    policy: FlowPolicy, decisions: Decisions, noise: NoiseModel, asked: Sequence[float]
 ) -> float:
     """Largest relative error of the noise's size over denoising steps and chains, on stored prefixes.
 
-    The size of x_{k+1} - (x_k + dt v) is compared with that of the standard normals behind it times the geometric
-    schedule from `start` to `end`; the basis is orthonormal, so it leaves sizes alone.
+    The size of x_{k+1} - (x_k + dt v), less the drift of the flow's SDE where that is the noise, is compared with that of
+    the standard normals behind it times the size asked for; the basis is orthonormal, so it leaves sizes alone.
+
+    Args:
+        policy, decisions: Chains are sampled anew on the decisions' prefixes.
+        noise: Whose noise is measured.
+        asked: The K sizes that it should have, see `asked_sizes`.
     """
     spec, count = policy.spec, min(len(decisions), MINIBATCH)
     generator = torch.Generator().manual_seed(0)
@@ -133,15 +138,29 @@ def noise_size_error(
     dt, times = denoising_times(spec.num_denoising_steps)
     worst = 0.0
     for step, time in enumerate(times):
-        position = step / max(1, spec.num_denoising_steps - 1)
-        sigma = start * (end / start) ** position if spec.num_denoising_steps > 1 else end
         x_t = states[:, step].contiguous()
         v_t = policy.velocity(x_t, torch.full((count,), time, device=x_t.device), prefix)
-        delta = (states[:, step + 1] - (x_t + dt * v_t))[..., : spec.action_dim].double()
+        x_t, v_t = x_t.double(), v_t.double()
+        mean = x_t + dt * v_t
+        if noise.kind == "flow-sde":
+            pulled, rows = x_t + (1 - time) * v_t, noise.basis_rows.double()
+            pulled = pulled if noise.basis == "white" else rows.T @ (rows @ pulled)
+            mean = mean - asked[step] ** 2 / (2 * time) * pulled
+        delta = (states[:, step + 1].double() - mean)[..., : spec.action_dim]
         size = delta.square().sum(dim=(1, 2)).sqrt()
-        asked = sigma * eps[:, step].double().square().sum(dim=(1, 2)).sqrt()
-        worst = max(worst, float((size / asked - 1).abs().max()))
+        expected = asked[step] * eps[:, step].double().square().sum(dim=(1, 2)).sqrt()
+        worst = max(worst, float((size / expected - 1).abs().max()))
     return worst
+
+
+def asked_sizes(config: TrainConfig, num_denoising_steps: int) -> list[float]:
+    """The K noise sizes that the flags ask for at the start of a run, computed apart from the noise model."""
+    count = num_denoising_steps
+    if config.noise_kind == "flow-sde":
+        left = [(1 - step / count) / (max(1, step) / count) for step in range(count)]  # t / (1 - t)
+        return [config.flow_sde_level * (ratio / count) ** 0.5 for ratio in left]
+    start, end = config.sigma_start, config.sigma_end
+    return [start * (end / start) ** (step / (count - 1)) for step in range(count)] if count > 1 else [end]
 
 
 @torch.no_grad()
