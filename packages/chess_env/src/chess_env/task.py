@@ -1,6 +1,7 @@
 """The task: what is read of the simulation after each frame, when an episode ends and what is measured in it."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -241,4 +242,16 @@ def episode_metrics(
         "return": float(return_),
         "piece": piece,
         "num_clipped_targets": num_clipped_targets,
+    }
+
+
+def log_metrics(kinds: Iterable[str]) -> dict[str, tuple]:
+    """What a trainer's log shows of `episode_metrics`: name -> (metric, reduction) or (metric, reduction, filter)."""
+    return {
+        "success": ("success", "mean"),
+        "clean_lift": ("clean_lift", "mean"),
+        "disturbed": ("disturbed", "mean"),
+        "toppled": ("toppled", "mean"),
+        **{f"success_{kind}": ("success", "mean", ("piece", kind)) for kind in kinds},
+        "close_mm_median": ("close_lateral_mm", "median"),
     }
