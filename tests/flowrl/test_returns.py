@@ -8,7 +8,9 @@ import pytest
 from small_mlp import small_mlp
 
 from flowrl.checkpoint import read_meta
-from flowrl.config import TrainConfig
+from flowrl.config import EvalConfig, TrainConfig
+from flowrl.errors import FlowRLError
+from flowrl.evaluate import compare, evaluate, summarize
 from flowrl.metrics import mean_interval
 from flowrl.train import train
 from flowrl.validate import validation_bound
@@ -72,3 +74,40 @@ def test_the_reward_scale_changes_what_the_critic_sees_and_no_reported_return(fo
     assert first["train_return"] == second["train_return"]
     # With an untrained critic's values near 0 the squared error is that of the returns alone: four times as large.
     assert second["v_loss"] / first["v_loss"] == pytest.approx(4, rel=0.3)
+
+
+def test_evaluations_report_and_compare_returns(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    small_mlp(3, 1, chunk_size=50, n_action_steps=50, seed=7).save(other)
+    config = EvalConfig(
+        policy=str(folder), versus=str(other), env_id=PENDULUM, episodes=4, workers=2, out=str(tmp_path / "eval"),
+        device="cpu", torch_threads=1,
+    )  # fmt: skip
+    out = evaluate(config)
+    results = [json.loads((out / name / "eval_results.json").read_text()) for name in ("policy", "other")]
+    own, versus = ([record["return"] for record in result["episodes"]] for result in results)
+    differences = [a - b for a, b in zip(own, versus)]
+    mean = sum(differences) / 4
+    error = sqrt(sum((d - mean) ** 2 for d in differences) / 3) / 2
+    found = json.loads((out / "versus.json").read_text())
+    assert set(found) == {"policy", "versus", "episodes", "return_difference", "return_ci95"}
+    assert found["return_difference"] == pytest.approx(mean)
+    assert found["return_ci95"] == pytest.approx([mean - 1.959964 * error, mean + 1.959964 * error])
+    assert results[0]["summary"]["return"] == pytest.approx(sum(own) / 4)
+    assert results[0]["summary"]["success"] is None and "successes" not in results[0]["summary"]
+    fast = evaluate(replace(config, versus="", fast=True, out=str(tmp_path / "fast")))
+    assert json.loads((fast / "eval_results.json").read_text())["episodes"] == results[0]["episodes"]
+
+
+def test_a_comparison_with_success_also_has_returns():
+    own = [{"success": True, "return": 2.0}, {"success": False, "return": 0.0}]
+    other = [{"success": False, "return": 1.0}, {"success": False, "return": 1.0}]
+    found = compare(own, other)
+    assert (found["paired_difference"], found["only_policy"], found["only_versus"]) == (0.5, 1, 0)
+    assert found["return_difference"] == 0.0 and found["mcnemar_p"] == 1.0
+
+
+def test_success_that_is_reported_only_sometimes_is_told():
+    with pytest.raises(FlowRLError, match="in some episodes only"):
+        summarize([{"success": True, "return": 1.0}, {"return": 1.0}], {})

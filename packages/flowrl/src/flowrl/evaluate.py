@@ -1,4 +1,4 @@
-"""Evaluation on fixed scenes: success with its interval, and the paired comparison of two policies."""
+"""Evaluation on fixed scenes: success and return with intervals, and the paired comparison of two policies."""
 
 import hashlib
 import json
@@ -12,7 +12,13 @@ from flowrl.checkpoint import resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.exploration import load_noise
-from flowrl.metrics import LogMetrics, paired_difference, wilson_interval
+from flowrl.metrics import (
+    LogMetrics,
+    mean_interval,
+    paired_difference,
+    paired_mean_difference,
+    wilson_interval,
+)
 from flowrl.plain import evaluate_plain
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.loading import load_policy
@@ -58,28 +64,45 @@ def evaluate(config: EvalConfig, load: LoadPolicy = load_policy) -> Path:
         names = f"{names[0]}-1", f"{names[1]}-2"
     own = evaluate_one(config, config.policy, out / names[0], load)
     other = evaluate_one(config, config.versus, out / names[1], load)
-    comparison = paired_difference(_successes(other), _successes(own))
-    write_json(
-        out / VERSUS,
-        {
-            "policy": config.policy,
-            "versus": config.versus,
-            "episodes": len(own["episodes"]),
-            "paired_difference": comparison.paired_difference,
-            "ci95": comparison.ci95,
-            "mcnemar_p": comparison.mcnemar_p,
-            "both": comparison.both,
-            "only_policy": comparison.only_second,
-            "only_versus": comparison.only_first,
-            "neither": comparison.neither,
-        },
-    )
-    low, high = comparison.ci95
+    comparison = compare(own["episodes"], other["episodes"])
+    write_json(out / VERSUS, {"policy": config.policy, "versus": config.versus, **comparison})
     tell(
-        f"{config.policy} minus {config.versus}: {100 * comparison.paired_difference:+.1f} points "
-        f"({100 * low:+.1f} to {100 * high:+.1f}), p {comparison.mcnemar_p:.3g}, {len(own['episodes'])} scenes"
+        f"{config.policy} minus {config.versus}: {describe_comparison(comparison)}, {comparison['episodes']} scenes"
     )
     return out
+
+
+def compare(own: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A policy minus another on the same scenes: returns, and where it is reported success with McNemar's p and counts."""
+    returns = ([float(record["return"]) for record in records] for records in (other, own))
+    difference, interval = paired_mean_difference(*returns)
+    comparison = {"episodes": len(own), "return_difference": difference, "return_ci95": interval}
+    if not reports_success([*own, *other]):
+        return comparison
+    success = paired_difference(
+        *([bool(record["success"]) for record in records] for records in (other, own))
+    )
+    return {
+        **comparison,
+        "paired_difference": success.paired_difference,
+        "ci95": success.ci95,
+        "mcnemar_p": success.mcnemar_p,
+        "both": success.both,
+        "only_policy": success.only_second,
+        "only_versus": success.only_first,
+        "neither": success.neither,
+    }
+
+
+def describe_comparison(comparison: Mapping[str, Any]) -> str:
+    """A comparison in words: success where it is reported, else returns."""
+    if "paired_difference" in comparison:
+        low, high = comparison["ci95"]
+        return (
+            f"{100 * comparison['paired_difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), "
+            f"p {comparison['mcnemar_p']:.3g}"
+        )
+    return f"return {comparison['return_difference']:+.4g}{_interval_text(comparison['return_ci95'], '+.4g')}"
 
 
 def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> dict[str, Any]:
@@ -155,10 +178,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
     save_actions(out / ACTIONS, episodes)
     write_json(out / RESULTS, results)
     numbers = results["summary"]
-    tell(
-        f"{path}: {numbers['successes']}/{numbers['episodes']} = {numbers['success']:.1%} "
-        f"({numbers['ci95'][0]:.1%} to {numbers['ci95'][1]:.1%}); {out / RESULTS}"
-    )
+    tell(f"{path}: {describe(numbers)}; {out / RESULTS}")
     _record_videos(config, out, results, scenes)
     return results
 
@@ -236,24 +256,46 @@ def run_plain(
 
 
 def summarize(records: Sequence[Mapping[str, Any]], log_metrics: LogMetrics) -> dict[str, Any]:
-    """Counts, rate and Wilson interval of success, for all and by each metric that the environment reports it by.
+    """Mean return and its interval, and where it is reported counts, rate and Wilson interval of success.
+
+    For all episodes, and by each metric that the environment reports success by.
 
     Raises:
-        FlowRLError: the environment reports no success.
+        FlowRLError: the environment reports success in some episodes only.
     """
-    if any(record.get("success") is None for record in records):
-        raise FlowRLError(
-            'the environment reports no success in info["is_success"] or info["episode_metrics"]'
-        )
     keys = {condition[0][0] for _, _, *condition in log_metrics.values() if condition}
     groups = {
         key: {
-            str(value): _success([r for r in records if r.get(key) == value])
+            str(value): _numbers([r for r in records if r.get(key) == value])
             for value in sorted({r[key] for r in records if r.get(key) is not None}, key=str)
         }
         for key in sorted(keys)
     }
-    return {**summary([dict(r) for r in records], log_metrics), **_success(records), "by": groups}
+    return {**summary([dict(r) for r in records], log_metrics), **_numbers(records), "by": groups}
+
+
+def reports_success(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the environment says if an episode has succeeded.
+
+    Raises:
+        FlowRLError: it does so in some episodes only.
+    """
+    reported = [record.get("success") is not None for record in records]
+    if any(reported) and not all(reported):
+        raise FlowRLError(
+            'the environment reports success in some episodes only; info["is_success"] or info["episode_metrics"] '
+            "must have it at every end, or never"
+        )
+    return all(reported)
+
+
+def describe(numbers: Mapping[str, Any]) -> str:
+    """A summary in words: success where it is reported, else the mean return."""
+    if "successes" in numbers:
+        low, high = numbers["ci95"]
+        return f"{numbers['successes']}/{numbers['episodes']} = {numbers['success']:.1%} ({low:.1%} to {high:.1%})"
+    interval = _interval_text(numbers["return_ci95"], ".4g")
+    return f"return {numbers['return']:.4g}{interval}, {numbers['episodes']} episodes"
 
 
 def policy_name(path: str) -> str:
@@ -264,19 +306,26 @@ def policy_name(path: str) -> str:
     return f"{parts[-2]}-{own}" if generic and len(parts) > 1 else own
 
 
-def _success(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    successes = sum(bool(record["success"]) for record in records)
-    interval = wilson_interval(successes, len(records))
-    return {
+def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    returns = [float(record["return"]) for record in records]
+    numbers = {
         "episodes": len(records),
+        "return": sum(returns) / len(returns),
+        "return_ci95": mean_interval(returns),
+    }
+    if not reports_success(records):
+        return numbers
+    successes = sum(bool(record["success"]) for record in records)
+    return {
+        **numbers,
         "successes": successes,
         "success": successes / len(records),
-        "ci95": interval,
+        "ci95": wilson_interval(successes, len(records)),
     }
 
 
-def _successes(results: Mapping[str, Any]) -> list[bool]:
-    return [bool(record["success"]) for record in results["episodes"]]
+def _interval_text(interval: tuple[float, float] | None, form: str) -> str:
+    return f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval is not None else ""
 
 
 def _finished_results(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

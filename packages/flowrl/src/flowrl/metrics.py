@@ -71,6 +71,20 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> PairedCo
     )
 
 
+def paired_mean_difference(
+    first: Sequence[float], second: Sequence[float]
+) -> tuple[float, tuple[float, float] | None]:
+    """Mean of second minus first on the same scenes, and its `mean_interval`.
+
+    Raises:
+        ValueError: different or zero lengths.
+    """
+    if len(first) != len(second) or not first:
+        raise ValueError(f"paired comparison of {len(first)} and {len(second)} episodes")
+    differences = [b - a for a, b in zip(first, second)]
+    return float(np.mean(differences)), mean_interval(differences)
+
+
 def mcnemar_p(only_first: int, only_second: int) -> float:
     """Two-sided exact p of McNemar's test: a fair coin for the pairs that differ. 1 when none does."""
     num_unequal = only_first + only_second
