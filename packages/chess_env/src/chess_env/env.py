@@ -1,12 +1,11 @@
 """The environment: a simulated SO-101 arm picks up one chess piece among others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
 from chess_env import opengl, so101
@@ -19,25 +18,19 @@ from chess_env.position import write_placement
 from chess_env.rendering import OffscreenRenderer
 from chess_env.reward import reward_terms
 from chess_env.simulation import Simulation
-from chess_env.state import POSITION_LIMIT_M, read_state, state_names
-from chess_env.task import episode_metrics
+from chess_env.spaces import (
+    CAMERAS,
+    MEASURED_MARGIN,
+    chunk_space,
+    joint_bounds,
+    observation_space,
+    target_space,
+)
+from chess_env.state import state_names
+from chess_env.task import episode_metrics, log_metrics
 from chess_env.view import EpisodeView
 
-CAMERAS = ("top", "wrist")
 RENDER_SIZE = (480, 640)
-MEASURED_MARGIN = 5.0  # a servo gives way beyond its limit by a fraction of this [deg or gripper units]
-
-
-def log_metrics(kinds: Iterable[str]) -> dict[str, tuple]:
-    """What a trainer's log shows of `info["episode_metrics"]`: name -> (metric, reduction, filter)."""
-    return {
-        "success": ("success", "mean"),
-        "clean_lift": ("clean_lift", "mean"),
-        "disturbed": ("disturbed", "mean"),
-        "toppled": ("toppled", "mean"),
-        **{f"success_{kind}": ("success", "mean", ("piece", kind)) for kind in kinds},
-        "close_mm_median": ("close_lateral_mm", "median"),
-    }
 
 
 class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
@@ -70,8 +63,15 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     | agent_pos          | (6,)      | float32 | measured joint positions, units as in the action; bounds 5 units wider   |
 
     ## Reward
-    The sum of `info["reward_terms"]`, weighted by `RewardConfig`: `success` 1, once (the default, "sparse"); "shaped" adds
-    potential-based `reach` and `lift` and the penalties `disturb` and `topple`, each paid once.
+    The sum of `info["reward_terms"]`, weighted by a `RewardConfig`:
+
+    | term      | "sparse" | "shaped" | paid                                                                               |
+    |-----------|----------|----------|------------------------------------------------------------------------------------|
+    | `success` | 1.0      | 1.0      | once, when the target has been held 40 mm up for 10 frames                         |
+    | `reach`   | 0.0      | 0.2      | for each step: change of a potential, 1 at the grasp point and 0 at 0.4 m from it  |
+    | `lift`    | 0.0      | 0.3      | for each step: change of a potential, 0 on the board and 1 when held 40 mm up      |
+    | `disturb` | 0.0      | 0.2      | negative, once, when another piece is disturbed                                    |
+    | `topple`  | 0.0      | 0.2      | negative, once, when the target falls over                                         |
 
     ## Start
     A scene is a pure function of `(seed, index)`: `reset(seed=s, options={"index": i})`. `reset(seed=s)` starts at index 0 and
@@ -100,35 +100,53 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     | expert_ok       | with `check_expert`: whether the expert solved one of the draws                 |
 
     ## End
-    `terminated`: `success` (the target is held 40 mm up for 10 frames), `unstable` (NaN or a MuJoCo warning; never a
-    success), and with `early_stop` also `toppled` (the target fell over) and `disturbed` (another piece moved more than
-    10 mm or fell). `truncated`: `timeout` after `seconds`. The last `info["episode_metrics"]` has `success`, `end`,
-    `clean_lift`, `disturbed`, `toppled`, `frames`, `closest_mm`, `close_lateral_mm` (None: the gripper never closed on the
-    target), `lift_mm`, `return`, `piece`, `num_clipped_targets`. Every step's info has `is_success`, `reward_terms`,
-    `num_executed_frames` and `num_clipped_targets`.
+    | end         | flag         | when                                                                                   |
+    |-------------|--------------|----------------------------------------------------------------------------------------|
+    | `success`   | `terminated` | the target is at least 40 mm above where it stood, between both jaws, for 10 frames    |
+    | `toppled`   | `terminated` | with `early_stop`: the target leans by more than 45 degrees or has left the board      |
+    | `disturbed` | `terminated` | with `early_stop`: another piece moved by more than 10 mm or leans by more than 45 degrees |
+    | `unstable`  | `terminated` | a value is NaN or infinite, or MuJoCo gave a warning; never a success                  |
+    | `timeout`   | `truncated`  | after `seconds`                                                                        |
+
+    Every step's info has `is_success`, `reward_terms`, `num_executed_frames` and `num_clipped_targets`; the last one also
+    `episode_metrics`:
+
+    | measure               | what                                                                                       |
+    |-----------------------|--------------------------------------------------------------------------------------------|
+    | `success`, `end`      | as above                                                                                   |
+    | `clean_lift`          | a success with nothing disturbed                                                           |
+    | `disturbed`, `toppled` | whether that happened, also without `early_stop`                                          |
+    | `frames`              | control frames run                                                                         |
+    | `closest_mm`          | closest approach of the jaws' grasp point to the target's                                  |
+    | `close_lateral_mm`    | sideways error of the jaws when they began to close on the target; None: they never did    |
+    | `lift_mm`             | greatest height of the target above where it stood                                         |
+    | `return`              | sum of the rewards                                                                         |
+    | `piece`               | kind of the target                                                                         |
+    | `num_clipped_targets` | numbers of all targets that were outside the limits                                        |
 
     ## Arguments
-    - `chunk_size=50`, `n_action_steps=50`: targets in a chunk, and how many of them are executed.
-    - `seconds=20.0`: the timeout.
-    - `image_size=256`: one size or (height, width) [px].
-    - `distractors=(0, 15)`: lowest and highest number of pieces beside the target.
-    - `pieces=("pawn", "knight")`: kinds that the target and the others may be; "all": `bishop`, `rook`, `queen` and `king`
-      too. A string with commas ("pawn,king") is a list of kinds.
-    - `task="white"`: the target is the one white piece ("Pick up the white chess piece."); `"square"`: pieces of both
-      colours, and the instruction names kind and square ("Pick up the knight on c3."), as it does for a position in which
-      the target is not the only white piece.
-    - `early_stop=False`: end at once when the target topples or another piece is disturbed.
-    - `observation="pixels"` or `"state"`.
-    - `reward="sparse"`, `"shaped"`, a dict of weights or a `RewardConfig`.
-    - `randomization="default"`, `"none"`, `"wide"`, a dict of ranges or a `Randomization` (arm start, light, colours of
-      pieces and board, cameras, friction and mass of the pieces, servo gains and joint damping).
-    - `physics_timestep=1/240` [s]: has to divide a frame.
-    - `offsamples=0`: anti-aliasing samples (0, 2, 4, 8); 0 keeps images reproducible.
-    - `measure=True`: False skips `closest_mm`, `close_lateral_mm` and `lift_mm`.
-    - `robot=None`: path of an SO-101 MJCF in place of the built-in arm.
-    - `render_mode`: None, "rgb_array" (the top camera at 480x640), "human" (MuJoCo's viewer), or "rgb_array_list":
-      `render()` gives a picture of the start and of every control frame since the last `render()` or `reset()`, uint8
-      (480, 880, 3): the scene with an arrow at the target, and both cameras. A second of them takes 38 MB until then.
+    | argument           | default              | what                                                                        |
+    |--------------------|----------------------|-----------------------------------------------------------------------------|
+    | `chunk_size`       | `50`                 | targets in a chunk                                                          |
+    | `n_action_steps`   | `50`                 | how many of them are executed                                               |
+    | `seconds`          | `20.0`               | the timeout                                                                 |
+    | `image_size`       | `256`                | one size or (height, width) [px]                                            |
+    | `distractors`      | `(0, 15)`            | lowest and highest number of pieces beside the target                       |
+    | `pieces`           | `('pawn', 'knight')` | kinds of target and others; "all" adds `bishop`, `rook`, `queen` and `king`; "pawn,king" is a list too |
+    | `task`             | `'white'`            | "white": the target is the one white piece ("Pick up the white chess piece."); "square": pieces of both colours, and the instruction names kind and square ("Pick up the knight on c3."), as it does for a position in which the target is not the one white piece |
+    | `early_stop`       | `False`              | end at once when the target topples or another piece is disturbed           |
+    | `observation`      | `'pixels'`           | or "state"                                                                  |
+    | `reward`           | `'sparse'`           | "shaped", a dict of weights or a `RewardConfig`                             |
+    | `randomization`    | `'default'`          | "none", "wide", a dict of ranges or a `Randomization`: arm start, light, colours of pieces and board, cameras, friction and mass of the pieces, servo gains and joint damping |
+    | `physics_timestep` | `1/240`              | [s]; has to divide a frame                                                  |
+    | `offsamples`       | `0`                  | anti-aliasing samples (0, 2, 4, 8); 0 keeps images reproducible             |
+    | `measure`          | `True`               | False skips `closest_mm`, `close_lateral_mm` and `lift_mm`                  |
+    | `robot`            | `None`               | path of an SO-101 MJCF in place of the built-in arm                         |
+    | `render_mode`      | `None`               | "rgb_array" (the top camera at 480x640), "human" (MuJoCo's viewer) or "rgb_array_list" |
+
+    With "rgb_array_list" `render()` gives a picture of the start and of every control frame since the last `render()` or
+    `reset()`, uint8 (480, 880, 3): the scene with an arrow at the target, and both cameras. A second of them takes 38 MB
+    until then.
 
     A copy made by pickle or deepcopy is a new environment with the same arguments, which needs a reset.
 
@@ -156,8 +174,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._arguments = {**arguments, "render_mode": render_mode}
         self.config = EnvConfig.from_arguments(**arguments)
         self.render_mode = render_mode
-        self.num_distractors_max = self.config.distractors[1]
-        names = state_names(self.num_distractors_max, self.config.pieces)
+        names = state_names(self.config.distractors[1], self.config.pieces)
         modes = [mode for mode in RENDER_MODES if mode != "human" or opengl.has_display()]
         self.metadata = {
             **type(self).metadata,
@@ -166,12 +183,12 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             "log_metrics": log_metrics(self.config.pieces),
             "environment_state_names": names,
         }
-        self._low, self._high = (limit.astype(np.float32) for limit in so101.unit_limits())
+        self._low, self._high = joint_bounds()
         self.action_space = self._make_action_space()
-        self.observation_space = self._make_observation_space(len(names))
+        self.observation_space = observation_space(self.config)
         self._simulation = Simulation(self.config)
         self._renderer: OffscreenRenderer | None = None
-        self._view = EpisodeView(render_mode, self._simulation)
+        self.view = EpisodeView(render_mode, self._simulation)
         white = self.config.task == "white"
         self._task = WHITE_INSTRUCTION if white else "Pick up the <piece> on <square>."
         self._seed: int | None = None
@@ -181,19 +198,8 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._running = False
         self._closed = False
 
-    def _make_action_space(self) -> spaces.Box:
-        shape = (self.config.chunk_size, so101.NUM_JOINTS)
-        return spaces.Box(
-            np.tile(self._low, (shape[0], 1)), np.tile(self._high, (shape[0], 1)), shape, np.float32
-        )
-
-    def _make_observation_space(self, state_size: int) -> spaces.Dict:
-        agent_pos = spaces.Box(self._low - MEASURED_MARGIN, self._high + MEASURED_MARGIN, dtype=np.float32)
-        if self.config.observation == "state":
-            state = spaces.Box(-POSITION_LIMIT_M, POSITION_LIMIT_M, (state_size,), np.float32)
-            return spaces.Dict({"environment_state": state, "agent_pos": agent_pos})
-        image = {name: spaces.Box(0, 255, (*self.config.image_size, 3), np.uint8) for name in CAMERAS}
-        return spaces.Dict({"pixels": spaces.Dict(image), "agent_pos": agent_pos})
+    def _make_action_space(self) -> gymnasium.spaces.Box:
+        return chunk_space(self.config.chunk_size)
 
     # LeRobot reads these names.
     @property
@@ -215,11 +221,6 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     def num_frames(self) -> int:
         """Control frames run in the present episode."""
         return self._simulation.episode.frames if self._index >= 0 else 0
-
-    @property
-    def window_closed(self) -> bool:
-        """Whether the user has closed the window of render mode "human"."""
-        return self._view.window_closed
 
     @property
     def simulation(self) -> Simulation:
@@ -272,7 +273,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         if simulation.expert_ok is not None:
             info["expert_ok"] = simulation.expert_ok
         observation = self.observe()
-        self._view.begin(self._open_renderer)
+        self.view.begin(self._open_renderer)
         self._running = True
         return observation, info
 
@@ -297,7 +298,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             end = self._simulation.run_frame(target)
             if end == "unstable":
                 self._simulation.restore_finite_state()
-            self._view.show(self._open_renderer)
+            self.view.show(self._open_renderer)
             if end is not None:
                 break
         terms = reward_terms(before, episode.reward_state(), self.config.reward)
@@ -330,14 +331,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         measured = so101.to_units(simulation.data.qpos[: so101.NUM_JOINTS]).astype(np.float32)
         agent_pos = np.clip(measured, self._low - MEASURED_MARGIN, self._high + MEASURED_MARGIN)
         if self.config.observation == "state":
-            state = read_state(
-                simulation.scene,
-                simulation.data,
-                simulation.target_slot,
-                simulation.distractor_slots,
-                self.num_distractors_max,
-            )
-            return {"environment_state": state, "agent_pos": agent_pos}
+            return {"environment_state": simulation.read_state(), "agent_pos": agent_pos}
         pixels = {name: self._render_camera(name, self.config.image_size) for name in CAMERAS}
         return {"pixels": pixels, "agent_pos": agent_pos}
 
@@ -364,8 +358,8 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         if self.render_mode == "rgb_array":
             return self._render_camera(CAMERAS[0], RENDER_SIZE)
         if self.render_mode == "rgb_array_list":
-            return self._view.take_pictures()
-        self._view.show(self._open_renderer)
+            return self.view.take_pictures()
+        self.view.show(self._open_renderer)
         return None
 
     def close(self) -> None:
@@ -374,7 +368,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
-        self._view.close()
+        self.view.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self._arguments)
@@ -396,8 +390,8 @@ class ChessPickStepEnv(ChessPickEnv):
         super().__init__(render_mode=render_mode, chunk_size=1, n_action_steps=1, **arguments)
         self._arguments = {**arguments, "render_mode": render_mode}
 
-    def _make_action_space(self) -> spaces.Box:
-        return spaces.Box(self._low, self._high, (so101.NUM_JOINTS,), np.float32)
+    def _make_action_space(self) -> gymnasium.spaces.Box:
+        return target_space()
 
 
 def _rebuild(env_class: type[ChessPickEnv], arguments: dict[str, Any]) -> ChessPickEnv:

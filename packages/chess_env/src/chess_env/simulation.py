@@ -15,6 +15,7 @@ from chess_env.looks import Looks
 from chess_env.pieces import BLACK_RGBA, WHITE_RGBA
 from chess_env.position import PositionPiece
 from chess_env.scene import ChessScene, Placement, build_scene
+from chess_env.state import read_state
 from chess_env.task import End, Episode, Measures, Snapshot, take_snapshot
 
 MAX_ATTEMPTS = 20
@@ -143,6 +144,12 @@ class Simulation:
     def take_snapshot(self, start: Snapshot | None) -> Snapshot:
         """The task's state now."""
         return take_snapshot(self.scene, self.data, self.target_slot, self.distractor_slots, start)
+
+    def read_state(self) -> NDArray[np.float32]:
+        """The privileged state now, as a vector; see `state_names`."""
+        return read_state(
+            self.scene, self.data, self.target_slot, self.distractor_slots, self.config.distractors[1]
+        )
 
     def restore_finite_state(self) -> None:
         """After an unstable frame: put the model into its initial pose, so that nothing read of it is NaN."""
