@@ -3,6 +3,7 @@
     python benchmarks/expert.py --scenes 200
     python benchmarks/expert.py --scenes 200 --start near
     python benchmarks/expert.py --scenes 100 --aim-error-mm 6
+    python benchmarks/expert.py --scenes 200 --pieces all --randomization wide
 
 Scenes are not checked beforehand. Prints every failure, the share of clean lifts with its Wilson 95 % interval, the
 frames of a lift, and the processor time of a plan. One process; no images are rendered.
@@ -27,6 +28,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="index of the first scene")
     parser.add_argument("--start", choices=("home", "near"), default="home")
     parser.add_argument("--distractors", type=int, nargs=2, default=(0, 15), metavar=("LOW", "HIGH"))
+    parser.add_argument("--pieces", default="pawn,knight")
+    parser.add_argument("--randomization", choices=("none", "default", "wide"), default="default")
     parser.add_argument("--variety", type=float, default=1.0)
     parser.add_argument("--aim-error-mm", type=float, default=0.0)
     parser.add_argument("--hesitation-frames", type=int, default=0)
@@ -35,7 +38,12 @@ def main() -> None:
     config = ExpertConfig(
         args.variety, args.aim_error_mm, args.hesitation_frames, args.close_early_late_frames
     )
-    env = ChessPickEnv(observation="state", distractors=tuple(args.distractors))
+    env = ChessPickEnv(
+        observation="state",
+        distractors=tuple(args.distractors),
+        pieces=args.pieces,
+        randomization=args.randomization,
+    )
     expert: Expert | None = None
     clean, frames, errors, plan_ms = 0, [], [], []
     for index in range(args.first, args.first + args.scenes):
