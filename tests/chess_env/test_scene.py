@@ -232,6 +232,13 @@ def test_top_camera_sees_the_whole_board_and_the_tips(scene):
     assert np.all((tips > 0) & (tips < 1))
 
 
+def test_near_plane_stays_before_the_fingers_whatever_the_pool():
+    """At 24 mm, the default pool's plane, the wrist camera shows whole fingers; at 55 mm it cuts them open."""
+    for kinds, most in ((("pawn",), 0), (("pawn", "knight"), 15), (PIECES, 15)):
+        model = build_scene(num_distractors_max=most, kinds=kinds).model
+        assert model.vis.map.znear * model.stat.extent < 0.025
+
+
 def test_wrist_camera_sees_both_tips_and_the_piece_below(scene):
     data = mujoco.MjData(scene.model)
     scene.place(data, [], so101.HOME_QPOS)

@@ -32,7 +32,8 @@ REST_HEIGHT = 0.0006
 HIDDEN_GROUP = 5  # MuJoCo draws groups 0 to 2 by default
 PIECE_GROUP = 0
 CAMERA_NAMES = (TOP_CAMERA, WRIST_CAMERA)
-_PARKING_X, _PARKING_STEP = -1.0, 0.1
+# Parked pieces stand in rows: MuJoCo's near clipping plane grows with the whole scene's extent, up to the fingers.
+_PARKING_X, _PARKING_STEP, _PARKING_ROW = -1.0, 0.1, 32
 _SLEEP_TOLERANCE = 1e-3
 _MAX_OFFSCREEN = 2048
 _ARM_QPOS = slice(0, so101.NUM_JOINTS)
@@ -232,7 +233,9 @@ def build_scene(
             geom.conaffinity |= BASE_BIT
     _add_table_and_board(spec)
     for slot, kind in enumerate(_pool(kinds, num_distractors_max)):
-        body = spec.worldbody.add_body(name=_piece_name(slot), pos=[_PARKING_X - _PARKING_STEP * slot, 0, 0])
+        row, place = divmod(slot, _PARKING_ROW)
+        pos = [_PARKING_X - _PARKING_STEP * place, _PARKING_STEP * row, 0.0]
+        body = spec.worldbody.add_body(name=_piece_name(slot), pos=pos)
         body.add_freejoint(name=_piece_name(slot))
         body.sleep = mujoco.mjtSleepPolicy.mjSLEEP_INIT
         add_piece(body, kind)
