@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from chess_apps.config import CloneConfig, DemosConfig, ExpertConfig, PictureConfig
+from chess_apps.config import CloneConfig, DemosConfig, ExpertConfig, PictureConfig, PlayConfig
 from flowrl.cli import parse_flags
 from flowrl.errors import FlowRLError
 
@@ -78,3 +78,14 @@ def picture() -> None:
         run(config)
 
     _run(PictureConfig, program, "chess-picture")
+
+
+def play() -> None:
+    """chess-play: episodes of an agent in a window, as a video, or as numbers."""
+
+    def program(config: PlayConfig) -> None:
+        from chess_apps.play import run
+
+        run(config)
+
+    _run(PlayConfig, program, "chess-play")

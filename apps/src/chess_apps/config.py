@@ -109,6 +109,42 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True)
+class PlayConfig:
+    """Play episodes with an agent: watch them in a window or a video, or only measure them."""
+
+    agent: Literal["expert", "random", "zero", "policy"] = "expert"
+    """expert: the scripted pick. random: uniform joint targets. zero: no motion. policy: the one of --policy."""
+    policy: str = ""
+    """Policy folder or hub id, with --agent policy. Empty: models/chess-tiny."""
+    episodes: int = 1
+    """Number of scenes."""
+    seed: int = 9_300_003
+    """Scene seed (validation scenes by default)."""
+    first_index: int = 0
+    """Index of the first scene."""
+    video: str = ""
+    """MP4 file to write: the scene with the target marked, both cameras, frame number and end. Empty: none."""
+    json: str = ""
+    """JSON file to write: the measures of every episode. Empty: none."""
+    window: Literal["auto", "on", "off"] = "auto"
+    """Show the episodes in a window. auto: when there is a display and neither --video nor --json is given."""
+    overwrite: bool = False
+    """Replace the files of --video and --json if they exist."""
+    distractors: tuple[int, int] | None = None
+    """Fewest and most pieces beside the target. None: the policy's own, or the environment's default."""
+    image_size: int | None = None
+    """Side of the square images that a policy sees [px]. None: the policy's own, or the environment's default."""
+    seconds: float | None = None
+    """Time limit of an episode [s]. None: the policy's own, or 20."""
+    env_kwargs: str = "{}"
+    """Further arguments of the environment, as JSON, for example '{"randomization": "wide"}'."""
+    device: str = "auto"
+    """Where a policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
+    torch_threads: int = 2
+    """Threads of torch on the CPU."""
+
+
+@dataclass(frozen=True)
 class PictureConfig:
     """Draw one scene: an overview beside what the two cameras see."""
 
