@@ -7,8 +7,9 @@ from math import sqrt
 import pytest
 from small_mlp import small_mlp
 
+from flowrl.check import check
 from flowrl.checkpoint import read_meta
-from flowrl.config import EvalConfig, TrainConfig
+from flowrl.config import CheckConfig, EvalConfig, TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import compare, evaluate, summarize
 from flowrl.metrics import mean_interval
@@ -111,3 +112,15 @@ def test_a_comparison_with_success_also_has_returns():
 def test_success_that_is_reported_only_sometimes_is_told():
     with pytest.raises(FlowRLError, match="in some episodes only"):
         summarize([{"success": True, "return": 1.0}, {"return": 1.0}], {})
+
+
+def test_the_check_passes_on_returns_and_says_what_does_not_apply(folder, tmp_path):
+    config = CheckConfig(
+        policy=str(folder), env_id=PENDULUM, same_episodes=2, noise_episodes=2, schedules="", workers=2,
+        out=str(tmp_path / "check"), device="cpu", torch_threads=1,
+    )  # fmt: skip
+    results = check(config, train_config(folder, tmp_path))
+    assert [result.name for result in results if not result.passed] == []
+    noise = next(result for result in results if result.name == "Noise").rows
+    assert all(float(row["return"]) < 0 for row in noise) and noise[1]["episodes changed"] == "2/2"
+    assert "not applicable: it has none" in (tmp_path / "check" / "check.md").read_text()

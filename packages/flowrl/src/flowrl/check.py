@@ -36,7 +36,6 @@ from flowrl.config import (
     parse_rename,
     parse_schedules,
 )
-from flowrl.errors import FlowRLError
 from flowrl.evaluate import policy_name, run_fast, run_plain
 from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise
@@ -167,7 +166,6 @@ class _Session:
             if other != self.train_config:
                 candidates[_describe(self._noise(other))] = other
         none = self._validate(None)
-        _need_success(none)
         rows = [noise_cost("none", none, none, None)]
         for name, flags in candidates.items():
             noise, asked = self._noise(flags), asked_sizes(flags, self.policy.spec.num_denoising_steps)
@@ -292,10 +290,3 @@ def _describe(noise: NoiseModel) -> str:
     elif noise.kind == "head":
         size = f"head {size}"
     return f"{size} {basis}"
-
-
-def _need_success(records: Sequence[dict[str, Any]]) -> None:
-    if any(record.get("success") is None for record in records):
-        raise FlowRLError(
-            'the environment reports no success in info["is_success"] or info["episode_metrics"]'
-        )

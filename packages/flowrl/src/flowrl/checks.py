@@ -16,19 +16,20 @@ from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import sample_chain
 from flowrl.flow.schedule import denoising_times
 from flowrl.gae import normalize_advantages
-from flowrl.metrics import paired_difference, wilson_interval
+from flowrl.metrics import mean_interval, paired_difference, paired_mean_difference, wilson_interval
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
 from flowrl.rollout import Decisions
+from flowrl.validate import reports_success
 
 RATIO_LIMIT = 1e-3
 """Largest |ratio - 1| of a chain that is rescored in another composition of its batch, float32."""
 SIGMA_TOLERANCE = 0.01
 """Relative; the noise's size is known exactly from its standard normals, up to the rounding of small noise."""
 MINIBATCH, MAX_SINGLE = 16, 64
-FROZEN = (".vlm.", ".state_proj.")
+FROZEN = (".vlm.", ".paligemma.", ".state_proj.")
 """Parts of the names of weights that no update may change, whatever the policy says."""
 
 Row = dict[str, Any]
@@ -91,28 +92,42 @@ def distinct_starts(observations: Sequence[Any], again: Sequence[Any]) -> Row:
 
 
 def noise_cost(what: str, none: Records, noisy: Records, sigma_error: float | None) -> Row:
-    """Success with a noise against none on the same scenes; fails only if the noise was not applied.
+    """Success with a noise against none on the same scenes, returns where no success is reported.
+
+    Fails only if the noise was not applied.
 
     Args:
         what: The noise.
         none, noisy: Records of the episodes; episodes with noise must run differently.
         sigma_error: Largest relative error of the noise's size, see `noise_size_error`; None without noise.
     """
-    a, b = ([bool(record["success"]) for record in records] for records in (none, noisy))
-    low, high = wilson_interval(sum(b), len(b))
-    row: Row = {"noise": what, "success": f"{sum(b)}/{len(b)}", "interval": _percent(low, high)}
+    measured, difference = _success_cost(none, noisy) if reports_success(none) else _return_cost(none, noisy)
+    row: Row = {"noise": what, **measured}
     if sigma_error is None:
         return {**row, "minus none": "", "episodes changed": "", "size error": "", "passed": None}
-    difference = paired_difference(a, b)
     changed = sum(dict(x) != dict(y) for x, y in zip(none, noisy))
     applied = changed > 0 and sigma_error <= SIGMA_TOLERANCE
     return {
         **row,
-        "minus none": f"{100 * difference.paired_difference:+.1f} points ({_percent(*difference.ci95)})",
+        "minus none": difference,
         "episodes changed": f"{changed}/{len(none)}",
         "size error": f"{sigma_error:.1e}",
         "passed": applied,
     }
+
+
+def _success_cost(none: Records, noisy: Records) -> tuple[Row, str]:
+    a, b = ([bool(record["success"]) for record in records] for records in (none, noisy))
+    row = {"success": f"{sum(b)}/{len(b)}", "interval": _percent(*wilson_interval(sum(b), len(b)))}
+    difference = paired_difference(a, b)
+    return row, f"{100 * difference.paired_difference:+.1f} points ({_percent(*difference.ci95)})"
+
+
+def _return_cost(none: Records, noisy: Records) -> tuple[Row, str]:
+    a, b = ([float(record["return"]) for record in records] for records in (none, noisy))
+    row = {"return": f"{sum(b) / len(b):.4g}", "interval": _interval(mean_interval(b))}
+    difference, interval = paired_mean_difference(a, b)
+    return row, f"{difference:+.4g} ({_interval(interval)})"
 
 
 @torch.no_grad()
@@ -302,7 +317,9 @@ def reload(
     rows.append(
         _reload_row("chunk for the same x_0", _difference(chunk, new_chunk), _same_bits(chunk, new_chunk))
     )
-    if library is not None:
+    if library is None:
+        rows.append(_reload_row("chunk by the library's own loader", "not applicable: it has none", None))
+    else:
         rows += _library_rows(policy, own, chunk, *library)
     return CheckResult("Reload", rows, {"different weights": wrong, "files": files or {}})
 
@@ -376,6 +393,10 @@ def _reload_row(what: str, result: str, passed: bool | None) -> Row:
 
 def _yes(value: bool) -> str:
     return "equal" if value else "different"
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    return f"{interval[0]:.4g} to {interval[1]:.4g}" if interval is not None else "unknown"
 
 
 def _percent(low: float, high: float) -> str:

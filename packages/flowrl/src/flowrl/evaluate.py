@@ -29,7 +29,7 @@ from flowrl.rollout import Episode
 from flowrl.scenes import Scene, fixed_scenes
 from flowrl.sub_environment import make_environment
 from flowrl.train import LoadPolicy, prepare_torch
-from flowrl.validate import log_metrics_of, summary, validate
+from flowrl.validate import log_metrics_of, reports_success, summary, validate
 from flowrl.vector_env import (
     check_spaces,
     close_vector_env,
@@ -272,21 +272,6 @@ def summarize(records: Sequence[Mapping[str, Any]], log_metrics: LogMetrics) -> 
         for key in sorted(keys)
     }
     return {**summary([dict(r) for r in records], log_metrics), **_numbers(records), "by": groups}
-
-
-def reports_success(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the environment says if an episode has succeeded.
-
-    Raises:
-        FlowRLError: it does so in some episodes only.
-    """
-    reported = [record.get("success") is not None for record in records]
-    if any(reported) and not all(reported):
-        raise FlowRLError(
-            'the environment reports success in some episodes only; info["is_success"] or info["episode_metrics"] '
-            "must have it at every end, or never"
-        )
-    return all(reported)
 
 
 def describe(numbers: Mapping[str, Any]) -> str:

@@ -134,6 +134,7 @@ class PPO:
 
     def __init__(self, policy: FlowPolicy, noise: NoiseModel, critic: Critic, config: TrainConfig) -> None:
         self.policy, self.noise, self.critic, self.config = policy, noise, critic, config
+        policy.module.eval()  # dropout would score a chain by another network than the one that sampled it
         self.lr = config.lr
         self.groups: list[list[nn.Parameter]] = [
             list(policy.trainable_parameters().values()),
@@ -306,8 +307,9 @@ class PPO:
         return row, torch.where(bad, torch.zeros_like(elements), elements)
 
     def _parts(self, index: Tensor) -> Sequence[Tensor]:
-        """A minibatch in pieces that fit into memory: all of it on a GPU, `CPU_PART` decisions on a CPU."""
-        return index.split(CPU_PART if index.device.type == "cpu" else len(index))
+        """A minibatch in pieces that fit into memory: all of it on a GPU or of a small policy, `CPU_PART` decisions on a CPU."""
+        whole = self.policy.is_small or index.device.type != "cpu"
+        return index.split(len(index) if whole else CPU_PART)
 
     def _share(self, decisions: Decisions, part: Tensor, whole: Tensor) -> Tensor:
         """The part's share of the executed elements of the whole."""

@@ -1,11 +1,12 @@
 """Noise-free success on fixed scenes, during training and in an evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from flowrl.errors import FlowRLError
 from flowrl.metrics import SUCCESS_ONLY, LogMetrics, mean_interval, summarize_episodes, wilson_interval
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
@@ -63,14 +64,28 @@ def summary(records: Sequence[dict[str, Any]], log_metrics: LogMetrics) -> dict[
     return {"episodes": len(records), **summarize_episodes(records, metrics)}
 
 
+def reports_success(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the environment says if an episode has succeeded.
+
+    Raises:
+        FlowRLError: it does so in some episodes only.
+    """
+    reported = [record.get("success") is not None for record in records]
+    if any(reported) and not all(reported):
+        raise FlowRLError(
+            'the environment reports success in some episodes only; info["is_success"] or info["episode_metrics"] '
+            "must have it at every end, or never"
+        )
+    return all(reported)
+
+
 def validation_bound(records: Sequence[dict[str, Any]]) -> float:
     """What `best` is chosen by: the lower end of the 95 % interval of the success rate.
 
     In an environment that reports no success that of the mean return; of a single episode the return itself.
     """
-    successes = [bool(r["success"]) for r in records if r.get("success") is not None]
-    if successes:
-        return wilson_interval(sum(successes), len(successes))[0]
+    if reports_success(records):
+        return wilson_interval(sum(bool(record["success"]) for record in records), len(records))[0]
     returns = [r["return"] for r in records]
     interval = mean_interval(returns)
     return interval[0] if interval is not None else returns[0]

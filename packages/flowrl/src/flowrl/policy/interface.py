@@ -55,6 +55,8 @@ class FlowPolicy(ABC):
     module: nn.Module
     takes_instruction: bool = True
     """Whether `encode` reads the instructions. Where it does not, an environment needs to give none."""
+    is_small: bool = False
+    """Whether a whole minibatch goes through the velocity field at once, backward pass included, on a CPU too."""
 
     @abstractmethod
     def encode(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> Prefix:

@@ -85,7 +85,7 @@ class MLPFlowPolicy(FlowPolicy):
     The whole velocity field is trained, in float32. Instructions are not read. Made by `create` or `load`.
     """
 
-    takes_instruction = False
+    takes_instruction, is_small = False, True
 
     def __init__(
         self,
