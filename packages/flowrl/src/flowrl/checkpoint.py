@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import FlowRLError
 from flowrl.policy.critic import Critic
-from flowrl.policy.folder import CONFIG, PREPROCESSOR, VLM, replace_paths
+from flowrl.policy.folder import CONFIG, PREPROCESSOR, TOKENIZER, VLM, replace_paths
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 
@@ -223,7 +223,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def relocate(folder: Path | str, vlm_path: str | None = None) -> str:
-    """Points LeRobot's two references to the VLM folder to where it lies now.
+    """Points LeRobot's references to the VLM folder to where it lies now.
 
     flowrl itself never needs this; LeRobot's own tools do after a policy folder has moved.
 
@@ -238,7 +238,7 @@ def relocate(folder: Path | str, vlm_path: str | None = None) -> str:
         FlowRLError: If the folder is no policy folder or brings no VLM.
     """
     folder = Path(folder)
-    for name in (CONFIG, PREPROCESSOR, f"{VLM}/{CONFIG}"):
+    for name in (CONFIG, PREPROCESSOR, f"{VLM}/{TOKENIZER}"):
         if not (folder / name).is_file():
             raise FlowRLError(
                 f"{folder / name} is missing; give a policy folder that brings its VLM in {VLM}/"

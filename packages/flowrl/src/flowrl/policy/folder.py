@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from flowrl.errors import FlowRLError
 
-CONFIG, WEIGHTS, VLM = "config.json", "model.safetensors", "vlm"
+CONFIG, WEIGHTS, VLM, TOKENIZER = "config.json", "model.safetensors", "vlm", "tokenizer.json"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor.json", "policy_postprocessor.json"
 OPTIONAL_FILES = ("train_config.json", "preset.json", "LICENSE")
 _VLM_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model")
+_VLM_KEY = "vlm_model_name"
 _STEPS = {"rename_observations_processor", "tokenizer_processor", "device_processor", "normalizer_processor"}
 _STATISTICS = {
     "MEAN_STD": ("mean", "std"),
@@ -67,7 +68,8 @@ def open_policy_folder(path: Path | str) -> PolicyFolder:
     _check_steps(folder, preprocessor)
     _check_weights_readable(folder)
     check_statistics(folder, config, preprocessor, postprocessor)
-    vlm = _find_vlm(folder, str(config.get("vlm_model_name", "")), is_local)
+    name, needed = _vlm_reference(config, preprocessor)
+    vlm = _find_vlm(folder, name, needed, is_local)
 
     names = [
         CONFIG,
@@ -115,9 +117,13 @@ def check_statistics(
 
 
 def replace_paths(files: Mapping[str, bytes], vlm: str) -> dict[str, bytes]:
-    """The files with the VLM's path set to `vlm` in the two places where LeRobot keeps it; nothing else changes."""
+    """The files with the VLM's path set to `vlm` where LeRobot keeps it; nothing else changes.
+
+    That is the tokenizer's name in the preprocessor, and in SmolVLA's config.json the VLM's.
+    """
     replaced = dict(files)
-    replaced[CONFIG] = replace_json_string(files[CONFIG], "vlm_model_name", vlm)
+    if _VLM_KEY.encode() in files[CONFIG]:
+        replaced[CONFIG] = replace_json_string(files[CONFIG], _VLM_KEY, vlm)
     replaced[PREPROCESSOR] = replace_json_string(files[PREPROCESSOR], "tokenizer_name", vlm)
     return replaced
 
@@ -131,7 +137,7 @@ def replace_json_string(text: bytes, key: str, value: str) -> bytes:
     pattern = re.compile(rf'("{re.escape(key)}"\s*:\s*)("(?:[^"\\]|\\.)*"|null)')
     new, count = pattern.subn(lambda match: match.group(1) + json.dumps(value), text.decode())
     if count == 0:
-        raise FlowRLError(f"the JSON has no string {key!r}; is this a SmolVLA policy folder?")
+        raise FlowRLError(f"the JSON has no string {key!r}; is this a policy folder of LeRobot?")
     return new.encode()
 
 
@@ -170,13 +176,24 @@ def local_folder(path: Path | str) -> tuple[Path, bool]:
         ) from error
 
 
-def _find_vlm(folder: Path, name: str, is_local: bool) -> Path:
+def _vlm_reference(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> tuple[str, Sequence[str]]:
+    """Where the policy says that its VLM is, and the files that it needs of it.
+
+    SmolVLA is built from the VLM's config. pi0 has its widths from LeRobot, and needs the tokenizer alone.
+    """
+    if _VLM_KEY in config:
+        return str(config[_VLM_KEY] or ""), (CONFIG, TOKENIZER)
+    steps = {step.get("registry_name"): step.get("config", {}) for step in preprocessor["steps"]}
+    return str(steps["tokenizer_processor"].get("tokenizer_name", "")), (TOKENIZER,)
+
+
+def _find_vlm(folder: Path, name: str, needed: Sequence[str], is_local: bool) -> Path:
     inside = folder / VLM
     candidates = [inside] if inside.is_dir() or not name else [inside, Path(name)]
     for candidate in candidates:
         if not candidate.is_dir():
             continue
-        for file in (CONFIG, "tokenizer.json"):
+        for file in needed:
             if not (candidate / file).is_file():
                 raise FlowRLError(
                     f"{candidate / file} is missing; copy the VLM's config and tokenizer to {inside}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ from torch import Tensor, nn
 
 from flowrl.errors import FlowRLError
 from flowrl.policy.folder import CONFIG, PolicyFolder
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """LeRobot prints and warns while it builds and loads; what is wrong is told by flowrl's own checks."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        root.setLevel(level)
 
 
 def read_config(
@@ -61,8 +75,7 @@ def read_config(
 
 def build_module(folder: PolicyFolder, config: Any) -> Any:
     """LeRobot's policy of a config; its weights are random."""
-    # LeRobot prints while it builds, and draws random weights that the file replaces.
-    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):  # it draws random weights that the file replaces
         try:
             return get_policy_class(config.type)(config)
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:

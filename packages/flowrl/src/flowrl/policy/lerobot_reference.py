@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.envs.utils import preprocess_observation
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from torch import Tensor
+
+from flowrl.policy.lerobot_loading import quiet
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def reload_with_lerobot(
     """
     config: Any = PreTrainedConfig.from_pretrained(str(folder))
     config.device = str(device)
-    with contextlib.redirect_stdout(io.StringIO()):  # LeRobot prints while it builds
+    with quiet():
         module: Any = get_policy_class(config.type).from_pretrained(folder, config=config, strict=True)
     preprocessor, postprocessor = make_pre_post_processors(
         module.config,

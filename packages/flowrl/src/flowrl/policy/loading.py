@@ -15,6 +15,8 @@ from flowrl.policy.interface import ExpertDtype, FlowPolicy
 
 ADAPTERS = {
     "flow_mlp": "flowrl.policy.mlp:MLPFlowPolicy",
+    "pi0": "flowrl.policy.pi0:PI0FlowPolicy",
+    "pi05": "flowrl.policy.pi0:PI05FlowPolicy",
     "smolvla": "flowrl.policy.smolvla:SmolVLAFlowPolicy",
 }
 """Value of "type" in config.json -> module:class. Imported when it is needed, since LeRobot takes seconds to import."""
