@@ -109,6 +109,7 @@ def test_policy_gives_what_flowrl_eval_measures(play, tmp_path, monkeypatch):
             episodes=2,
             seconds=2,
             device="cpu",
+            torch_threads=1,
             out=str(out),
             env_kwargs=json.dumps(kwargs),
         ),

@@ -221,7 +221,7 @@ def build_scene(
         robot: An SO-101 MJCF file in place of the built-in arm.
 
     Raises:
-        ConfigError: ``robot`` cannot be used.
+        ConfigError: ``robot`` cannot be used, or its joints count otherwise than ours.
     """
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     spec = so101.arm_spec(robot)
@@ -242,7 +242,10 @@ def build_scene(
     spec.worldbody.add_camera(
         name=TOP_CAMERA, pos=_TOP_CAMERA_POS, quat=_TOP_CAMERA_QUAT, fovy=_TOP_CAMERA_FOVY_DEG
     )
-    return ChessScene(spec.compile(), kinds, num_distractors_max, robot)
+    model = spec.compile()
+    if robot is not None:
+        so101.check_conventions(model, robot)
+    return ChessScene(model, kinds, num_distractors_max, robot)
 
 
 def _set_options(spec: mujoco.MjSpec, physics_timestep: float) -> None:

@@ -41,6 +41,10 @@ PAN_AXIS_XY.setflags(write=False)
 # Fingers, gripper frame [m]. Source: the collision shapes below (the fixed jaw's inner face and the tips).
 FIXED_JAW_X = -0.0079
 TIP_Z = -0.1035
+MOVING_TIP = (-0.012, -0.078, 0.0192)
+"""Tip of the moving jaw [m], in its own frame."""
+SAME_PLACE_M = 0.003
+"""A robot file whose finger tips are within this of ours has our joint conventions."""
 GRASP_POINT = np.array([FIXED_JAW_X + 0.0145, 0.0, TIP_Z])
 """Between the finger tips of a gripper that is open for a piece [m], gripper frame."""
 GRASP_POINT.setflags(write=False)
@@ -160,7 +164,7 @@ FINGER_SHAPES = (
     Shape("camera_mount", "box", (0.015, 0.015, 0.003), (-0.0025, 0.03, -0.03)),
     Shape("camera_mount", "box", (0.021, 0.021, 0.003), (-0.001, 0.06, -0.04), (0.9624252, -0.2715469, 0, 0)),
     Shape(MOVING_JAW_BODY, "box", (0.010, 0.010, 0.015), (0, -0.013, 0.019)),
-    Shape(MOVING_JAW_BODY, "sphere", (0.00075,), (-0.012, -0.078, 0.0192)),
+    Shape(MOVING_JAW_BODY, "sphere", (0.00075,), MOVING_TIP),
     Shape(MOVING_JAW_BODY, "sphere", (0.00075,), (-0.012, -0.0745, 0.0225)),
     Shape(MOVING_JAW_BODY, "sphere", (0.00075,), (-0.012, -0.0745, 0.0155)),
     Shape(MOVING_JAW_BODY, "box", (0.001, 0.004, 0.004), (-0.0113, -0.076, 0.01875)),
@@ -241,6 +245,42 @@ def arm_spec(robot: str | Path | None = None) -> mujoco.MjSpec:
 def build_arm_model(robot: str | Path | None = None) -> mujoco.MjModel:
     """The arm alone, without table and pieces (nq = 6): what kinematics needs."""
     return arm_spec(robot).compile()
+
+
+def check_conventions(model: mujoco.MjModel, robot: str | Path) -> None:
+    """Compare the finger tips of a model made from the file ``robot`` with those of our arm in several poses.
+
+    Raises:
+        ConfigError: They are elsewhere, so that an action of ours would mean another pose: joints that count from another
+            zero (as SO-101 files of the older calibration do) or the other way, or other link frames.
+    """
+    own = build_arm_model()
+    zero = np.zeros(NUM_JOINTS)
+    poses = {"every joint 0": zero} | {
+        f"{name} 20 deg, the others 0": np.where(np.arange(NUM_JOINTS) == index, np.radians(20), 0.0)
+        for index, name in enumerate(JOINT_NAMES)
+    }
+    for name, qpos in poses.items():
+        theirs, ours = _finger_tips_w(model, qpos), _finger_tips_w(own, qpos)
+        apart = float(np.linalg.norm(theirs - ours, axis=1).max())
+        if apart > SAME_PLACE_M:
+            raise ConfigError(
+                f"robot={str(robot)!r}: with {name} its finger tips are {1000 * apart:.0f} mm from where LeRobot's calibration "
+                "has them (zero in the middle of each joint's range): use a file of that calibration, such as so101_new_calib.xml"
+            )
+
+
+def _finger_tips_w(model: mujoco.MjModel, qpos: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Tips of the fixed and the moving jaw [m], world frame, shape (2, 3)."""
+    data = mujoco.MjData(model)
+    for name, angle in zip(JOINT_NAMES, qpos):
+        data.qpos[model.joint(name).qposadr[0]] = angle
+    mujoco.mj_kinematics(model, data)
+    tips = []
+    for body, point in ((GRIPPER_BODY, (FIXED_JAW_X, 0.0, TIP_Z)), (MOVING_JAW_BODY, MOVING_TIP)):
+        frame = data.body(body)
+        tips.append(frame.xpos + frame.xmat.reshape(3, 3) @ np.array(point))
+    return np.array(tips)
 
 
 def _like(current: Any, value: float) -> Any:
