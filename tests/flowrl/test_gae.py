@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flowrl.gae import estimate_advantages, normalize_advantages
+from flowrl.gae import estimate_advantages, estimate_interleaved, normalize_advantages
 
 GAMMA, LAM = 0.9, 0.5
 
@@ -39,6 +39,27 @@ def test_lambda_one_is_the_discounted_return_minus_value():
     rewards, values = np.array([0.0, 2.0, 1.0]), np.array([3.0, -1.0, 0.5])
     _, returns = estimate_advantages(rewards, values, 0.0, GAMMA, lam=1.0)
     np.testing.assert_allclose(returns, [0.9 * 2 + 0.81 * 1, 2 + 0.9 * 1, 1.0])
+
+
+def test_interleaved_episodes_each_take_their_own_next_value_in_any_order():
+    rewards = {0: np.array([0.0, 0.0, 1.0]), 1: np.array([2.0]), 2: np.array([0.5, -1.0])}
+    values = {0: [0.2, 0.5, 0.6], 1: [0.3], 2: [-0.4, 0.9]}
+    final_values = {2: 0.8}
+    decisions = [(number, order) for number, own in rewards.items() for order in range(len(own))]
+    for seed in range(3):
+        shuffled = [decisions[i] for i in np.random.default_rng(seed).permutation(len(decisions))]
+        episode, order = (np.array(column) for column in zip(*shuffled))
+        value = np.array([values[number][place] for number, place in shuffled])
+        advantages, returns = estimate_interleaved(episode, order, value, rewards, final_values, GAMMA, LAM)
+        for number, own in rewards.items():
+            expected = estimate_advantages(
+                own, np.array(values[number]), final_values.get(number, 0.0), GAMMA, LAM
+            )
+            rows = [shuffled.index((number, place)) for place in range(len(own))]
+            np.testing.assert_array_equal(advantages[rows], expected[0])
+            np.testing.assert_array_equal(returns[rows], expected[1])
+    # Episode 0 by hand, as above.
+    assert advantages[shuffled.index((0, 0))] == pytest.approx(0.349)
 
 
 def test_normalized_advantages_have_mean_0_and_std_1():

@@ -117,6 +117,16 @@ def test_the_gradient_raises_the_density_of_the_sampled_chain(policy, sampled):
     assert norm > 0 and after > before
 
 
+@torch.no_grad()
+def test_a_vanishing_sde_gives_the_noise_free_chain(policy, sampled):
+    _, prefix, chain = sampled
+    noise = NoiseModel(policy.spec, kind="flow-sde", flow_sde_level=1e-6)
+    _, eps = episode_noise(0, 0, policy.spec, noise.num_elements)
+    x_0, eps = chain.states[:2, 0], torch.stack([eps, eps])
+    noisy = sample_chain(policy, prefix[:2], x_0, noise, eps).states
+    torch.testing.assert_close(noisy, sample_chain(policy, prefix[:2], x_0).states, rtol=0, atol=1e-5)
+
+
 def test_chains_of_the_wrong_shape_are_refused(policy, sampled):
     noise, prefix, chain = sampled
     with pytest.raises(ValueError, match="states have shape"):

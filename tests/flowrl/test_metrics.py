@@ -7,6 +7,7 @@ from flowrl.metrics import (
     explained_variance,
     mcnemar_p,
     paired_difference,
+    spread,
     summarize_episodes,
     wilson_interval,
 )
@@ -78,3 +79,8 @@ def test_explained_variance_is_1_for_perfect_0_for_constant_none_for_equal_retur
     # residuals 0, 0, 0, 4: variance 3; returns' variance 3.5
     assert explained_variance(np.array([0.0, 1.0, 2.0, 1.0]), returns) == pytest.approx(1 - 3 / 3.5)
     assert explained_variance(np.zeros(3), np.ones(3)) is None
+
+
+def test_spread_names_its_statistics():
+    expected = {"a_mean": 2.0, "a_std": pytest.approx(np.sqrt(2 / 3)), "a_min": 1.0, "a_max": 3.0}
+    assert spread("a", np.array([1.0, 2.0, 3.0])) == expected

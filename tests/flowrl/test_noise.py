@@ -62,6 +62,25 @@ def test_white_log_prob_is_the_normal_density_of_every_target():
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-5)
 
 
+def test_flow_sde_log_prob_is_the_normal_density_of_the_published_sizes():
+    noise = NoiseModel(SPEC, kind="flow-sde", flow_sde_level=0.7)
+    mean, _, x_next = transitions(noise)
+    sigma = torch.tensor(flow_sde_schedule(0.7, 10), dtype=torch.float64)[None, :, None, None]
+    expected = Normal(mean[..., :6].double(), sigma).log_prob(x_next[..., :6].double())
+    torch.testing.assert_close(noise.log_prob(x_next, mean).double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{"learn_sigma": True}, {"kind": "flow-sde"}])
+def test_half_precision_states_give_finite_float32_densities_at_the_smallest_noise(kind):
+    noise = NoiseModel(SPEC, sigma_start=1e-3, sigma_end=1e-3, flow_sde_level=0.01, **kind)
+    mean, _, x_next = transitions(noise)
+    mean = mean.requires_grad_()
+    log_prob = noise.log_prob(x_next.half(), mean.half())
+    log_prob.sum().backward()
+    assert log_prob.dtype == torch.float32 and log_prob.isfinite().all()
+    assert mean.grad is not None and mean.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("num_modes", [6, 50])
 def test_dct_log_prob_is_the_normal_density_in_the_rotated_basis(num_modes):
     noise = NoiseModel(SPEC, sigma_start=0.2, sigma_end=0.05, basis="dct", num_modes=num_modes)

@@ -10,8 +10,12 @@ import torch
 
 from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
+from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.flow.schedule import geometric_schedule
 from flowrl.policy.critic import Critic
+from flowrl.policy.interface import FlowSpec
 from flowrl.policy.noise import NoiseModel
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.ppo import (
     PPO,
     adapted_lr,
@@ -21,6 +25,7 @@ from flowrl.ppo import (
     log_ratio,
     masked_mean,
 )
+from flowrl.rollout import Decisions
 from toy import SPEC, ToyPolicy, toy_decisions
 
 CONFIG = TrainConfig(
@@ -102,6 +107,27 @@ def test_kl_estimate_approaches_that_of_two_gaussians():
     assert float(kl) == pytest.approx(float(torch.distributions.kl_divergence(old, new)), rel=0.1)
 
 
+def test_a_shift_of_a_hundredth_keeps_every_units_loss_finite():
+    """10 steps of 50 x 6 values at the default schedule, means .01 off: 5 sigma at the last step, thousands of nats a chunk."""
+    spec = FlowSpec(10, 50, 50, 6, 6)
+    noise = NoiseModel(spec)
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(2, 10, 50, 6, generator=generator)
+    eps = torch.randn(2, 10, 50, 6, generator=generator)
+    x_next = torch.stack([noise.perturb(mean[:, k], k, eps[:, k]) for k in range(10)], dim=1)
+    old, new = noise.log_prob(x_next, mean), noise.log_prob(x_next, mean + 0.01)
+    sigma = noise.sigma()[None, :, None, :].double()
+    shifted = torch.distributions.Normal(mean.double() + 0.01, sigma).log_prob(x_next.double())
+    torch.testing.assert_close(new.double(), shifted, rtol=1e-4, atol=2e-3)
+    mask = torch.ones(2, 1, 50, 1)
+    assert float((new - old).sum(dim=(1, 2, 3)).abs().min()) > 1000
+    for unit in ("element", "step", "chunk"):
+        loss, _ = clipped_loss(
+            log_ratio(new, old, mask, unit), torch.tensor([1.0, -1.0]), torch.ones(()), 0.2
+        )
+        assert torch.isfinite(loss), unit
+
+
 def test_masked_mean_of_nothing_is_0():
     assert float(masked_mean(torch.ones(2, 3), torch.zeros(2, 1))) == 0.0
 
@@ -128,7 +154,11 @@ def test_adapted_learning_rate_moves_by_a_factor_of_a_half_to_two():
 # -- the update -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"basis": "dct", "num_modes": 2}, {"learn_sigma": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"basis": "dct", "num_modes": 2}, {"learn_sigma": True}, {"kind": "head", "num_features": 2},
+     {"kind": "flow-sde"}, {"kind": "flow-sde", "basis": "dct", "num_modes": 2}],
+)  # fmt: skip
 def test_unchanged_policy_has_ratio_1_bit_for_bit(settings):
     ppo = learner(**settings)
     decisions = toy_decisions(ppo.policy, ppo.noise, 20, round_size=3)
@@ -179,6 +209,82 @@ def test_a_minibatch_in_parts_is_the_minibatch(unit, monkeypatch):
         assert getattr(part_stats, name) == pytest.approx(getattr(whole_stats, name), rel=1e-3, abs=1e-6), (
             name
         )
+
+
+@pytest.mark.parametrize("settings", [{"learn_sigma": True}, {"kind": "head", "num_features": 2}])
+def test_the_entropy_bonus_raises_trained_noise_and_leaves_the_policy_alone(settings):
+    """Without a signal in the advantages the noise moves by the bonus alone: up."""
+    means = []
+    for coefficient in (0.0, 1.0):
+        config = TrainConfig(
+            minibatch=20, lr=0.0, sigma_lr=1e-2, critic_warmup=0, target_kl=1e9, entropy_coef=coefficient
+        )
+        ppo = learner(config, **settings)
+        decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+        before = parameters(ppo)
+        start = float(ppo.noise.sigma(decisions.features).detach().mean())
+        ppo.update(decisions, np.full(20, 1e-9), np.zeros(20), iteration=1)
+        means.append(float(ppo.noise.sigma(decisions.features).detach().mean()) / start)
+        assert not any(name.startswith("policy.") for name in changed(before, parameters(ppo)))
+    assert means[1] > 1.001 and means[1] > means[0]
+
+
+def test_the_gradient_of_the_bonus_is_that_of_the_mean_entropy():
+    """For sigma = s exp(c (sigmoid(p + raw) - sigmoid(p))) the mean entropy's gradient is c sigmoid'(p + raw) / (K A)."""
+    config = TrainConfig(minibatch=20, epochs=1, lr=0.0, sigma_lr=0.0, critic_warmup=0, entropy_coef=0.5)
+    gradients = []
+    for coefficient in (0.0, 0.5):
+        ppo = learner(replace(config, entropy_coef=coefficient, max_grad_norm=1e9), learn_sigma=True)
+        ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+        gradients.append(ppo.noise.sizes.raw_sigma.grad.clone())
+    low, high = 0.5 * 0.1, 1.5 * 0.3
+    sizes = torch.tensor(geometric_schedule(0.3, 0.1, 4))
+    position = (sizes / low).log() / math.log(high / low)
+    expected = -0.5 * math.log(high / low) * position * (1 - position) / (4 * 2)
+    torch.testing.assert_close(
+        gradients[1] - gradients[0], expected[:, None].expand(4, 2), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_a_noise_head_is_trained_with_the_policy():
+    ppo = learner(kind="head", num_features=2)
+    before = parameters(ppo)
+    ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+    assert "noise.sizes.output.weight" in changed(before, parameters(ppo))
+
+
+def test_dropout_in_the_network_leaves_the_ratio_at_1():
+    ppo = learner()
+    field = ppo.policy.module["field"]
+    field[1] = torch.nn.Sequential(field[1], torch.nn.Dropout(0.5))
+    ppo.policy.module.train()
+    ppo = PPO(ppo.policy, ppo.noise, ppo.critic, replace(CONFIG, lr=0.0))
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20, round_size=3)
+    stats = ppo.update(decisions, *random_signal(20), iteration=1)
+    assert stats.ratio_max_dev == 0.0 and stats.kl is not None and stats.kl < 1e-6
+
+
+def test_nothing_is_clipped_before_the_first_step_and_something_after():
+    """One epoch of one minibatch is scored before its own step, so its clip fraction says nothing."""
+    fractions = []
+    for epochs in (1, 4):
+        config = TrainConfig(minibatch=20, epochs=epochs, lr=3e-2, critic_warmup=0, target_kl=1e9)
+        ppo = learner(config)
+        stats = ppo.update(toy_decisions(ppo.policy, ppo.noise, 20), *random_signal(20), iteration=1)
+        fractions.append(stats.clip_fraction)
+    assert fractions[0] == 0.0 and fractions[1] > 0.01
+
+
+def test_the_first_success_after_long_failure_costs_a_bounded_value_loss():
+    """Returns of success lie in [0, 1] and values start near 0: half a squared error of at most about 1/2 a success."""
+    ppo = learner(TrainConfig(minibatch=20, critic_warmup=100, critic_lr=1e-2))
+    decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+    for iteration in range(1, 11):
+        ppo.update(decisions, np.zeros(20), np.zeros(20), iteration)
+    returns = np.zeros(20)
+    returns[7] = 1.0
+    stats = ppo.update(decisions, np.zeros(20), returns, iteration=11)
+    assert stats.v_loss is not None and 0 < stats.v_loss < 1.5 * 0.5 / 20
 
 
 def test_learned_sigma_is_trained():
@@ -314,3 +420,30 @@ def test_gradient_cosine_of_equal_halves_is_1():
     advantages, _ = random_signal(10)
     stats = ppo.update(decisions, np.repeat(advantages, 2), np.zeros(20), iteration=1)
     assert stats.grad_cosine == pytest.approx(1.0, abs=1e-4)
+
+
+def test_an_expert_in_bfloat16_has_ratio_1_in_batches_of_another_size(base_folder, make_observation, tasks):
+    """Sampled in rounds of 4, updated in minibatches of 3: densities stay float32, and the update's own kernel is compared."""
+    policy = SmolVLAFlowPolicy.load(base_folder)
+    policy.module.model.vlm_with_expert.lm_expert.bfloat16()
+    noise = NoiseModel(policy.spec)
+    prefix = policy.encode(make_observation(8), tasks(8))
+    drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(8)]
+    x_0, eps = (torch.stack(part) for part in zip(*drawn))
+    rounds = [slice(0, 4), slice(4, 8)]
+    chains = [sample_chain(policy, prefix[rows], x_0[rows], noise, eps[rows]) for rows in rounds]
+    features = policy.prefix_features(prefix)
+    decisions = Decisions(
+        prefix=prefix,
+        states=torch.cat([chain.states for chain in chains]),
+        log_prob=torch.cat([chain.log_prob for chain in chains]),
+        features=features,
+        num_executed=torch.full((8,), policy.spec.n_action_steps),
+        episode=np.arange(8),
+        order=np.zeros(8, dtype=np.int64),
+        rounds=rounds,
+    )
+    assert decisions.log_prob.dtype == torch.float32
+    config = TrainConfig(minibatch=3, epochs=1, lr=0.0, critic_warmup=0)
+    stats = PPO(policy, noise, Critic(features.shape[1]), config).update(decisions, *random_signal(8), 1)
+    assert stats.ratio_max_dev == 0.0 and stats.kl is not None and stats.kl < 1e-6

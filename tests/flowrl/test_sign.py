@@ -20,6 +20,8 @@ NOISES = {
     "white": {},
     "dct": {"basis": "dct", "num_modes": 2},
     "learned": {"learn_sigma": True},
+    "head": {"kind": "head", "num_features": 2},
+    "flow-sde": {"kind": "flow-sde", "flow_sde_level": 0.5},
 }
 
 
