@@ -135,7 +135,6 @@ class PPO:
     def __init__(self, policy: FlowPolicy, noise: NoiseModel, critic: Critic, config: TrainConfig) -> None:
         self.policy, self.noise, self.critic, self.config = policy, noise, critic, config
         policy.module.eval()  # dropout would score a chain by another network than the one that sampled it
-        policy.module.eval()  # dropout would score a chain by another network than the one that sampled it
         self.lr = config.lr
         self.groups: list[list[nn.Parameter]] = [
             list(policy.trainable_parameters().values()),
