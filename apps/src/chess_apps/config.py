@@ -146,10 +146,13 @@ class PlayConfig:
 
 @dataclass(frozen=True)
 class PictureConfig:
-    """Draw one scene: an overview beside what the two cameras see."""
+    """Draw one scene for the documentation."""
 
     out: str = "docs/images/scene.png"
-    """PNG file to write."""
+    """PNG file to write; with --view all the folder of all of them."""
+    view: Literal["scene", "overview", "top", "wrist", "grasp", "video", "arms", "all"] = "scene"
+    """scene: an overview beside what the two cameras see. overview, top, wrist: one picture. grasp: the wrist camera just
+    before the jaws close. video: a frame as in a video. arms: the built-in arm above that of --robot. all: every one."""
     seed: int = 9_300_003
     """Scene seed."""
     index: int = 3
@@ -160,3 +163,5 @@ class PictureConfig:
     """Fewest and most distractor pieces."""
     frame: int = 66
     """Control frames of the expert's pick before the picture is taken."""
+    robot: str | None = None
+    """SO-101 MJCF file with the published meshes, for --view arms and all."""

