@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import gymnasium
+import mujoco
 import numpy as np
 import pytest
 from python_process import run_python
@@ -186,6 +187,26 @@ envs[0].step(envs[0].action_space.sample())
 """
     result = run_python(code)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("randomization", "brightest"), [("none", 175), ("default", 205), ("wide", 250)])
+def test_no_pixel_of_the_board_clips(randomization, brightest):
+    env = ChessPickEnv(image_size=64, distractors=0, randomization=randomization)
+    env.reset(seed=77)
+    model = env.simulation.scene.model
+    squares = [model.geom(name).id for name in ("light_squares", "dark_squares", "board")]
+    peak = 0
+    with mujoco.Renderer(model, 64, 64) as segmenter:
+        segmenter.enable_segmentation_rendering()
+        for _ in range(25):
+            observation, _ = env.reset()
+            for camera in ("top", "wrist"):
+                segmenter.update_scene(env.simulation.data, camera)
+                board = np.isin(segmenter.render()[..., 0], squares)
+                assert board.mean() > 0.2
+                peak = max(peak, int(observation["pixels"][camera][board].max()))
+    assert 120 < peak < brightest
+    env.close()
 
 
 # -- copies and memory -------------------------------------------------------------------------------------------------
