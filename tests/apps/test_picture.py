@@ -20,7 +20,7 @@ def test_every_picture_of_the_docs_is_written_and_small(tmp_path):
     sizes = {path.stem: iio.imread(path).shape for path in tmp_path.iterdir()}
     assert sizes == {
         "scene": (480, 880, 3),
-        "overview": (480, 640, 3),
+        "pieces": (480, 640, 3),
         "top": (480, 480, 3),
         "wrist": (480, 480, 3),
         "grasp": (480, 480, 3),

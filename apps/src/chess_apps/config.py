@@ -161,6 +161,8 @@ class PictureConfig:
     """Height of the picture [px]."""
     distractors: tuple[int, int] = (12, 15)
     """Fewest and most distractor pieces."""
+    pieces: str = "pawn,knight"
+    """Kinds of the pieces, or all."""
     frame: int = 66
     """Control frames of the expert's pick before the picture is taken."""
     robot: str | None = None

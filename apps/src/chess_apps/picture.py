@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -40,8 +41,18 @@ def run(config: PictureConfig) -> None:
     if config.view != "all":
         _write(out, draw(config, config.view))
         return
-    for view in ("scene", "overview", "top", "wrist", "grasp", "video", "arms"):
-        _write(out / f"{view}.png", draw(config, view))
+    start = replace(config, frame=0)
+    pictures = {
+        "scene": (config, "scene"),
+        "pieces": (replace(start, pieces="all"), "overview"),
+        "top": (start, "top"),
+        "wrist": (start, "wrist"),
+        "grasp": (config, "grasp"),
+        "video": (config, "video"),
+        "arms": (config, "arms"),
+    }
+    for name, (chosen, view) in pictures.items():
+        _write(out / f"{name}.png", draw(chosen, view))
 
 
 def draw(config: PictureConfig, view: str) -> Image:
@@ -78,7 +89,12 @@ def _picking(
 ) -> Iterator[tuple[ChessPickEnv, OffscreenRenderer]]:
     """The scene after some frames of the expert's pick, or just before its jaws close, and a renderer for it."""
     env = ChessPickEnv(
-        observation="state", distractors=config.distractors, offsamples=SAMPLES, measure=False, robot=robot
+        observation="state",
+        distractors=config.distractors,
+        pieces=config.pieces,
+        offsamples=SAMPLES,
+        measure=False,
+        robot=robot,
     )
     renderer = None
     try:
