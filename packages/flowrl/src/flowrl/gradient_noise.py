@@ -11,7 +11,7 @@ g = mean c_m, which gives estimates without bias:
 With n = B_simple half of |g|^2 is signal; training at that batch size takes about twice the fewest updates and twice the
 fewest episodes. Far below it more episodes an iteration cost nothing in episodes; far above they buy little.
 
-Source: McCandlish et al. 2018, "An empirical model of large-batch training", eq. 2.8 and appendix A.1 (there with two batch
+Source: McCandlish et al. 2018, "An empirical model of large-batch training", section 2.2 and appendix A.1 (there with two batch
 sizes; here n / M and n). As advised there, signal and noise are averaged over iterations before they are divided.
 """
 
