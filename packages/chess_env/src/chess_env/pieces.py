@@ -121,7 +121,7 @@ PIECE_KINDS: dict[PieceKind, PieceShape] = {
             Part("cylinder", (0.0150, 0.004), (0, 0, 0.004), mass_share=0.6, is_base=True),
             Part("cylinder", (0.0090, 0.0125), (0, 0, 0.0205), mass_share=0.2),
             Part("cylinder", (0.0115, 0.0040), (0, 0, 0.037), mass_share=0.2),
-            *_ring(4, 0.0085, 0.043, Part("box", (0.0025, 0.0040, 0.002), (0, 0, 0))),  # battlements
+            *_ring(5, 0.0098, 0.043, Part("box", (0.0017, 0.0036, 0.002), (0, 0, 0))),  # battlements
         ),
         height=0.045,
         base_radius=0.0150,
