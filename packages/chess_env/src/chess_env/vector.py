@@ -184,11 +184,12 @@ class ChessPickVectorEnv(AsyncVectorEnv):
         dealt = {}
         for name, value in options.items():
             if name in RESET_OPTIONS and isinstance(value, (np.ndarray, list, tuple)):
-                if np.shape(value) not in ((), (self.num_envs,)):
+                shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
+                if shape not in ((), (self.num_envs,)):
                     raise OptionError(
-                        f"option {name} has shape {np.shape(value)}: a single value or shape ({self.num_envs},) is needed"
+                        f"option {name} has shape {shape}: a single value or shape ({self.num_envs},) is needed"
                     )
-                value = value[index] if np.ndim(value) else np.asarray(value).item()
+                value = value[index] if shape else value[()]
                 if value is None:
                     continue
             dealt[name] = value.item() if isinstance(value, np.generic) else value
