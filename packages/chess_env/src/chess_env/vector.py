@@ -183,13 +183,15 @@ class ChessPickVectorEnv(AsyncVectorEnv):
         """Options of one environment: arrays and lists of num_envs values are dealt out, single values are for all."""
         dealt = {}
         for name, value in options.items():
-            if name in RESET_OPTIONS and isinstance(value, (np.ndarray, list, tuple)):
+            if name in RESET_OPTIONS and isinstance(value, np.ndarray) and value.ndim == 0:
+                value = value.item()
+            elif name in RESET_OPTIONS and isinstance(value, (np.ndarray, list, tuple)):
                 shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
-                if shape not in ((), (self.num_envs,)):
+                if shape != (self.num_envs,):
                     raise OptionError(
                         f"option {name} has shape {shape}: a single value or shape ({self.num_envs},) is needed"
                     )
-                value = value[index] if shape else value[()]
+                value = value[index]
                 if value is None:
                     continue
             dealt[name] = value.item() if isinstance(value, np.generic) else value
