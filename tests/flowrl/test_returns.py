@@ -124,3 +124,25 @@ def test_the_check_passes_on_returns_and_says_what_does_not_apply(folder, tmp_pa
     noise = next(result for result in results if result.name == "Noise").rows
     assert all(float(row["return"]) < 0 for row in noise) and noise[1]["episodes changed"] == "2/2"
     assert "not applicable: it has none" in (tmp_path / "check" / "check.md").read_text()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, tmp_path):
+    whole = train(train_config(folder, tmp_path / "whole"))
+    parts = train(train_config(folder, tmp_path / "parts", iterations=1))
+    train(train_config(folder, parts, resume=True))
+    for name in ("model.safetensors", "flowrl.safetensors"):
+        assert (parts / "last" / name).read_bytes() == (whole / "last" / name).read_bytes()
+    timed = ("rollout_s", "rollout_parts", "update_s", "val_seconds")
+    lines = [
+        [{k: v for k, v in line.items() if k not in timed} for line in read_log(o)] for o in (whole, parts)
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_a_run_does_not_depend_on_the_number_of_environments(folder, tmp_path):
+    one, three = (
+        train(train_config(folder, tmp_path / str(envs), envs=envs, iterations=1)) for envs in (1, 3)
+    )
+    first, second = read_log(one), read_log(three)
+    assert first[0]["val_return"] == second[0]["val_return"]
+    assert first[1]["train_return"] == second[1]["train_return"]  # later the order of the decisions differs
