@@ -5,7 +5,7 @@ Runs in an interpreter of its own that has so101-nexus and so101-nexus-mujoco (a
     uv venv peer && uv pip install --python peer/bin/python so101-nexus so101-nexus-mujoco
 
 Each line of standard input is a request, `{"kind": ..., "count": ..., "size": [height, width]}`; each answer is one
-line of JSON. The task is `MuJoCoPickLift-v1` with its default, one cube; 50 control steps a second.
+line of JSON; times are processor time, as in `env.py`. The task is `MuJoCoPickLift-v1` with its default, one cube; 50 control steps a second.
 """
 
 import json
@@ -27,12 +27,12 @@ PERIOD_S = 4.0
 AMPLITUDE = 0.1  # of each joint's range
 
 
-def make(size: tuple[int, int] | None, objects_quality: str = "plain") -> gymnasium.Env:
+def make(size: tuple[int, int] | None, quality: str = "plain") -> gymnasium.Env:
     """The task with its own state, or with both cameras; "plain" turns shadows and anti-aliasing off, as ours are."""
     if size is None:
         return gymnasium.make(TASK, max_episode_steps=10**9)
     cameras = [JointPositions(), WristCamera(size[1], size[0]), OverheadCamera(size[1], size[0])]
-    if objects_quality == "default":
+    if quality == "default":
         return gymnasium.make(TASK, config=PickConfig(observations=cameras), max_episode_steps=10**9)
     load = mujoco.MjModel.from_xml_path
 
@@ -73,21 +73,21 @@ def measure(request: dict[str, Any], envs: dict[str, gymnasium.Env]) -> dict[str
     env.reset(seed=0)
     task: Any = env.unwrapped
     if kind == "reset":
-        begin = time.perf_counter()
+        begin = time.process_time()
         for seed in range(count):
             env.reset(seed=seed)
-        return {"ms": 1e3 * (time.perf_counter() - begin) / count}
+        return {"ms": 1e3 * (time.process_time() - begin) / count}
     if kind in ("images", "images_default"):
         task._get_obs()
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(count):
             task._get_obs()
-        return {"pairs_per_s": count / (time.perf_counter() - begin)}
+        return {"pairs_per_s": count / (time.process_time() - begin)}
     start = task._get_current_qpos().astype(np.float32)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for step in range(count):
         env.step(target(task, start, step, moving=kind == "move"))
-    return {"steps_per_s": count / (time.perf_counter() - begin)}
+    return {"steps_per_s": count / (time.process_time() - begin)}
 
 
 def main() -> None:
