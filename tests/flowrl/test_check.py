@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import toy_inline  # noqa: F401  registers its environment
 from safetensors.torch import load_file, save_file
 
+import flowrl.check
 import flowrl.flow.likelihood
 import flowrl.flow.sampler
 import flowrl.plain
@@ -125,6 +127,69 @@ def test_the_program_fails_where_training_samples_on_another_grid_than_the_libra
     assert [result.passed for result in results] == [False, False, True, True, True]
     assert json.loads((tmp_path / "check.json").read_text())["passed"] is False
     assert "1. Same as eval: FAILED" in (tmp_path / "check.md").read_text()
+
+
+def rounded(tensor):
+    return tensor.bfloat16().float()
+
+
+def plant_ignored_seeds(patch):
+    real = flowrl.plain.reset_scene
+    patch.setattr(flowrl.plain, "reset_scene", lambda env, scene: real(env, Scene(0, 0)))
+
+
+def plant_ignored_schedule(patch):
+    real = flowrl.check.make_noise
+    default = {"sigma_start": 0.2, "sigma_end": 0.002}
+    patch.setattr(flowrl.check, "make_noise", lambda flags, *rest: real(replace(flags, **default), *rest))
+
+
+def plant_shifted_scores(patch):
+    patch.setattr(
+        flowrl.flow.likelihood, "denoising_times", lambda n: (-1 / n, [1 - k / n - 0.1 for k in range(n)])
+    )
+
+
+def plant_moved_encoder(patch):
+    real = PPO.update
+
+    def moves_it(self, *args, **kwargs):
+        with torch.no_grad():
+            self.policy.module["encoder"].bias[0] += 1e-3
+        return real(self, *args, **kwargs)
+
+    patch.setattr(PPO, "update", moves_it)
+
+
+def plant_rounded_weights(patch):
+    real = ToyPolicy.save
+
+    def rounds(self, folder, **kwargs):
+        real(self, folder, **kwargs)
+        path = Path(folder) / "model.safetensors"
+        save_file({name: rounded(tensor) for name, tensor in load_file(path).items()}, path)
+
+    patch.setattr(ToyPolicy, "save", rounds)
+
+
+PLANTS = [
+    plant_ignored_seeds,
+    plant_ignored_schedule,
+    plant_shifted_scores,
+    plant_moved_encoder,
+    plant_rounded_weights,
+]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_program_fails_the_check_that_a_fault_is_for_and_no_other(number, monkeypatch, tmp_path):
+    config = replace(
+        CONFIG, env_id="toy_inline:ToyInline-v0", same_episodes=2, noise_episodes=3, out=str(tmp_path)
+    )
+    PLANTS[number](monkeypatch)
+    results = check(config, TRAIN, load)
+    assert [place for place, result in enumerate(results) if not result.passed] == [number]
+    assert json.loads((tmp_path / "check.json").read_text())["passed"] is False
 
 
 def test_a_failed_check_is_told_and_fails_the_whole():
