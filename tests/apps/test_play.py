@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import chess_apps.cli
+from chess_apps.agents import scripted_agent
 from chess_apps.config import PlayConfig
-from chess_apps.play import END_SHOWN_FRAMES, run, scripted_agent
+from chess_apps.play import END_SHOWN_FRAMES, run
 from chess_env.rendering import OffscreenRenderer
 from flowrl.config import EvalConfig
 from flowrl.errors import FlowRLError
@@ -98,7 +99,13 @@ def test_policy_gives_what_flowrl_eval_measures(play, tmp_path, monkeypatch):
     monkeypatch.setattr("flowrl.policy.loading.load_policy", load)
     content = play(
         PlayConfig(
-            agent="policy", policy=str(CHESS_TINY), episodes=2, seed=9_000_003, seconds=2, device="cpu"
+            agent="policy",
+            policy=str(CHESS_TINY),
+            episodes=2,
+            seed=9_000_003,
+            seconds=2,
+            device="cpu",
+            torch_threads=1,
         )
     )
     out = tmp_path / "eval"

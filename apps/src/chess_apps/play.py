@@ -1,38 +1,34 @@
 """Episodes of an agent: watched in a window or as a video, or only measured (``chess-play``)."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from chess_apps.agents import Act, PolicyAgent, scripted_agent
 from chess_apps.config import PlayConfig
-from chess_env.env import ChessPickEnv
-from chess_env.expert import Expert, ExpertAgent
 from chess_env.opengl import has_display
-from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.config import EvalConfig, check_config, parse_env_kwargs
 from flowrl.errors import FlowRLError
 from flowrl.metrics import wilson_interval
-from flowrl.plain import play_episode, predict_chunk
+from flowrl.plain import play_episode
 from flowrl.preset import load_preset, with_preset, with_preset_env_kwargs
 from flowrl.record import describe_machine, write_json, writing
 from flowrl.rollout import Episode
 from flowrl.scenes import Scene
-from flowrl.train import prepare_torch
-from flowrl.vector_env import check_spaces, environment_errors, find_spec, resolve_env_kwargs
+from flowrl.vector_env import environment_errors, find_spec
 from flowrl.video import VideoWriter, rendered_frames
 
 ENV_ID = "chess_env:ChessPick-v0"
 DEFAULT_POLICY = "models/chess-tiny"
 END_SHOWN_FRAMES = 30
 """The last picture of an episode, which shows its end, stays for a second."""
-
-Act = Callable[[Any, Episode], NDArray[np.float32]]
 
 
 class WindowClosedError(Exception):
@@ -49,99 +45,20 @@ def run(config: PlayConfig) -> None:
     for flag_, path in (("--video", config.video), ("--json", config.json)):
         if path:
             _claim(flag_, Path(path), config.overwrite)
-    agent = _Policy(config) if config.agent == "policy" else None
-    arguments = agent.arguments if agent else {"observation": "state", **_arguments(config)}
+    policy = PolicyAgent(_evaluation(config)) if config.agent == "policy" else None
+    arguments = policy.arguments if policy else {"observation": "state", **_arguments(config)}
     env = _make_env(config, arguments)
     scenes = [Scene(config.seed, config.first_index + number) for number in range(config.episodes)]
     try:
-        if agent:
-            check_spaces(env, agent.policy.spec)
-        act = agent.act if agent else scripted_agent(config.agent, env)
+        act = policy.in_environment(env) if policy else scripted_agent(config.agent, env)
         episodes = _play(config, env, act, scenes)
     finally:
         env.close()
     records = [episode.record() for episode in episodes]
     _summarize(records, len(scenes))
     if config.json:
-        _write_records(config, arguments, records)
-
-
-def scripted_agent(name: str, env: gymnasium.Env) -> Act:
-    """The agent "expert", "random" or "zero"; what it does in a scene is a function of the scene alone."""
-    agents: dict[str, Callable[[gymnasium.Env], Act]] = {"expert": _Expert, "random": _Random, "zero": _Zero}
-    return agents[name](env)
-
-
-class _Expert:
-    """The scripted pick, which reads the simulation and no observation."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        base = env.unwrapped
-        assert isinstance(base, ChessPickEnv)
-        self._env = base
-        self._expert: Expert | None = None
-
-    def __call__(self, observation: Any, episode: Episode) -> NDArray[np.float32]:
-        simulation, config = self._env.simulation, self._env.config
-        if not episode.rewards:
-            if self._expert is None or self._expert.scene is not simulation.scene:
-                self._expert = Expert(simulation.scene)
-            self._agent = ExpertAgent(self._expert, config.chunk_size, config.n_action_steps)
-            self._rng = _generator(episode)
-        return self._agent.act(simulation.data, simulation.target_slot, self._rng)
-
-
-class _Zero:
-    """No motion: every target is where the arm stood at the start."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        self._space = _box(env)
-
-    def __call__(self, observation: Any, episode: Episode) -> NDArray[np.float32]:
-        if not episode.rewards:
-            self._start = np.asarray(observation["agent_pos"], np.float32)
-        return np.clip(self._start, self._space.low, self._space.high)
-
-
-class _Random:
-    """Joint targets drawn evenly between the limits, each on its own."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        self._space = _box(env)
-
-    def __call__(self, observation: Any, episode: Episode) -> NDArray[np.float32]:
-        if not episode.rewards:
-            self._rng = _generator(episode)
-        return self._rng.uniform(self._space.low, self._space.high).astype(np.float32)
-
-
-class _Policy:
-    """A policy through flowrl's own loading and sampler, with the environment arguments that it brings."""
-
-    def __init__(self, config: PlayConfig) -> None:
-        path = config.policy or DEFAULT_POLICY
-        preset = load_preset(path)
-        given = EvalConfig(
-            policy=path,
-            env_id=ENV_ID,
-            env_kwargs=json.dumps(_arguments(config)),
-            episodes=config.episodes,
-            seed=config.seed,
-            device=config.device,
-            torch_threads=config.torch_threads,
-        )
-        settled = with_preset_env_kwargs(with_preset(given, preset), preset)
-        check_config(settled)
-        from flowrl.policy.loading import load_policy
-
-        device = prepare_torch(config.device, config.torch_threads)
-        self.policy = load_policy(
-            path, device=device, expert_dtype="loaded", rename=parse_rename(settled.rename)
-        )
-        self.arguments = resolve_env_kwargs(
-            find_spec(ENV_ID), parse_env_kwargs(settled.env_kwargs), settled.seconds, self.policy.spec
-        )
-        self.act: Act = partial(predict_chunk, self.policy)
+        device = policy.device if policy else torch.device("cpu")
+        _write_records(config, arguments, records, device)
 
 
 def _play(config: PlayConfig, env: gymnasium.Env, act: Act, scenes: Sequence[Scene]) -> list[Episode]:
@@ -200,7 +117,9 @@ def _summarize(records: Sequence[dict[str, Any]], num_scenes: int) -> None:
     )
 
 
-def _write_records(config: PlayConfig, arguments: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+def _write_records(
+    config: PlayConfig, arguments: dict[str, Any], records: Sequence[dict[str, Any]], device: torch.device
+) -> None:
     spec = find_spec(ENV_ID)
     content = {
         "agent": config.agent,
@@ -208,7 +127,7 @@ def _write_records(config: PlayConfig, arguments: dict[str, Any], records: Seque
         "seed": config.seed,
         "first_index": config.first_index,
         "environment": {"id": ENV_ID, "kwargs": {**spec.kwargs, **arguments}},
-        **describe_machine(prepare_torch(config.device, config.torch_threads)),
+        **describe_machine(device),
         "episodes": records,
     }
     write_json(Path(config.json), content)
@@ -253,6 +172,22 @@ def _arguments(config: PlayConfig) -> dict[str, Any]:
     return given
 
 
+def _evaluation(config: PlayConfig) -> EvalConfig:
+    """The evaluation that these flags mean, with the policy's preset as `flowrl-eval` applies it."""
+    path = config.policy or DEFAULT_POLICY
+    preset = load_preset(path)
+    given = EvalConfig(
+        policy=path,
+        env_id=ENV_ID,
+        env_kwargs=json.dumps(_arguments(config)),
+        device=config.device,
+        torch_threads=config.torch_threads,
+    )
+    settled = with_preset_env_kwargs(with_preset(given, preset), preset)
+    check_config(settled)
+    return settled
+
+
 def _make_env(config: PlayConfig, arguments: dict[str, Any]) -> gymnasium.Env:
     """The environment with the render mode for what is asked for."""
     find_spec(ENV_ID)
@@ -262,12 +197,3 @@ def _make_env(config: PlayConfig, arguments: dict[str, Any]) -> gymnasium.Env:
     render_mode = "rgb_array_list" if config.video else "human" if window else None
     with environment_errors("making the environment"):
         return gymnasium.make(ENV_ID, render_mode=render_mode, **arguments)
-
-
-def _generator(episode: Episode) -> np.random.Generator:
-    return np.random.default_rng([episode.scene.seed, episode.scene.index])
-
-
-def _box(env: gymnasium.Env) -> gymnasium.spaces.Box:
-    assert isinstance(env.action_space, gymnasium.spaces.Box)
-    return env.action_space

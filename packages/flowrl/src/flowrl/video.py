@@ -19,7 +19,7 @@ from typing import Any, Self
 import gymnasium
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from flowrl.errors import FlowRLError
 from flowrl.plain import play_episode
@@ -147,10 +147,7 @@ def save_actions(path: Path, episodes: Sequence[Episode]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(tensors, temporary)
-        except SafetensorError as error:
-            raise FlowRLError(f"{path}: cannot be written ({error})") from error
+        temporary.write_bytes(save(tensors))
         temporary.replace(path)
 
 
