@@ -1,6 +1,6 @@
 """Speed and memory of the chess environment, 16 pieces on the board: prints tables and, with --json PATH, writes all numbers.
 
-    python benchmarks/env.py --json env.json          # three minutes on two cores
+    python benchmarks/env.py --json env.json          # five minutes on two free cores
     python benchmarks/env.py --quick
     python benchmarks/env.py --peer-python peer/bin/python      # beside so101-nexus, see so101_nexus_peer.py
 
@@ -341,31 +341,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, one image size")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="most worker processes")
     parser.add_argument("--peer-python", help="interpreter that has so101-nexus: measured side by side")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
     repeats, count = (2, 8) if options.quick else (4, 20)
-    sizes = {name: size for name, size in SIZES.items() if not options.quick or name in ("none", "128x128")}
     results: dict[str, Any] = {"machine": machine()}
     print(json.dumps(results["machine"]))
 
     results["single"] = measure_single(repeats) | measure_expert(4 if options.quick else 12, repeats)
     print_table("one process, no images", {"16 pieces": results["single"]})
     results["images"] = {
-        name: measure_images(size, repeats, count) for name, size in sizes.items() if size is not None
+        name: measure_images(size, repeats, count) for name, size in SIZES.items() if size is not None
     }
     print_table("images", results["images"])
     results["start"] = {
         name: {"reset_ms": measure_resets(size, repeats, count), **measure_first_step(size, repeats)}
-        for name, size in sizes.items()
+        for name, size in SIZES.items()
     }
     print_table("start", results["start"])
     numbers = sorted({1, 2, options.workers})
     results["workers"] = {
         f"{n} workers, images {name}": measure_workers(n, size, repeats)
-        for name, size in sizes.items()
+        for name, size in SIZES.items()
         for n in numbers
     }
     print_table("workers", results["workers"])
