@@ -307,8 +307,8 @@ def test_the_sde_has_the_published_sizes_and_drift():
 
 @pytest.mark.parametrize("basis", [{}, {"basis": "dct", "num_modes": 2}])
 def test_the_sde_keeps_the_marginals_of_the_flow_and_needs_its_drift_for_that(basis, monkeypatch):
-    """12,000 samples: the standard error of a variance is 1.3 %; 400 steps add about 1 %."""
-    num_steps, batch = 400, 6000
+    """6,000 samples: the standard error of a variance is 1.8 %; 300 steps add about 1 %."""
+    num_steps, batch = 300, 3000
     policy = GaussianFlow(num_steps)
     noise = NoiseModel(policy.spec, kind="flow-sde", flow_sde_level=0.5, **basis)
     generator = torch.Generator().manual_seed(0)
@@ -324,14 +324,14 @@ def test_the_sde_keeps_the_marginals_of_the_flow_and_needs_its_drift_for_that(ba
         return chunks.mean(0), torch.cov(chunks.T)
 
     states = sample_chain(policy, prefix, x_0, noise, eps).states
-    for step in (120, 240, 400):
+    for step in (90, 180, 300):
         mean, covariance = moments(step)
-        torch.testing.assert_close(mean, torch.zeros(4), rtol=0, atol=0.03)
-        torch.testing.assert_close(covariance, torch.eye(4), rtol=0, atol=0.05)
+        torch.testing.assert_close(mean, torch.zeros(4), rtol=0, atol=0.04)
+        torch.testing.assert_close(covariance, torch.eye(4), rtol=0, atol=0.07)
 
     monkeypatch.setattr(noise, "mean", lambda x_t, v_t, dt, step: x_t + dt * v_t)
     states = sample_chain(policy, prefix, x_0, noise, eps).states
-    assert moments(400)[1].diag().min() > 1.4
+    assert moments(300)[1].diag().min() > 1.4
 
 
 def test_entropy_is_that_of_the_normal_distribution():
