@@ -9,6 +9,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
@@ -65,8 +66,6 @@ def test_the_clone_opens_with_its_preset_and_repeats_the_controller(pendulum, st
     policy = load_policy(start)
     assert policy.spec.chunk_size == pendulum.CHUNK and policy.spec.action_dim == 1
     states, chunks = pendulum.record(pendulum.Config(out="", episodes=2, seed=5))
-    import torch
-
     x_0 = torch.randn(len(states), pendulum.CHUNK, 1, generator=torch.Generator().manual_seed(0))
     predicted = policy.predict_action_chunk({"agent_pos": states.numpy()}, [""] * len(states), x_0)
     # Half of the torques are +0.5 and half -0.5: a policy that knew nothing of the state would have correlation 0.
@@ -80,13 +79,15 @@ def test_an_out_folder_that_exists_is_refused(pendulum, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_halves_the_cost_of_the_start_policy(start, tmp_path):
+def test_training_takes_off_a_third_of_the_start_policys_cost(pendulum, tmp_path):
+    """Three seeds of the example took off half of it in ten iterations (docs/classic_control.md)."""
+    start = pendulum.main(pendulum.Config(out=str(tmp_path / "start")))
     config = with_preset(replace(TrainConfig(), policy=str(start)), load_preset(str(start)))
     config = replace(
-        config, out=str(tmp_path / "run"), iterations=16, envs=4, val_episodes=30, val_every=16, device="cpu",
+        config, out=str(tmp_path / "run"), iterations=10, envs=4, val_episodes=40, val_every=10, device="cpu",
         torch_threads=1,
     )  # fmt: skip
     lines = [json.loads(line) for line in (train(config) / "log.jsonl").read_text().splitlines()]
     before, after = lines[0]["val_return"], lines[-1]["val_return"]
-    assert before < -450
-    assert after > 0.65 * before
+    assert -1100 < before < -450
+    assert after > 0.7 * before
