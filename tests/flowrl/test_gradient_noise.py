@@ -9,6 +9,7 @@ from flowrl.gradient_noise import NUM_GROUPS, GradientSums, NoiseScale, episode_
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
+from flowrl.record import describe_line, empty_line
 from toy import SPEC, ToyPolicy, toy_decisions
 
 
@@ -73,6 +74,15 @@ def test_episodes_stay_together_and_are_dealt_evenly():
     members = [set(episode_groups(episode)[g] // 3) for g in range(NUM_GROUPS)]
     assert all(a.isdisjoint(b) for i, a in enumerate(members) for b in members[:i])
     assert [len(episode_groups(np.arange(n))) for n in (1, 2, 3, 7, 16, 100)] == [0, 2, 2, 6, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("needed", "told"),
+    [(812.4, "gradient 12% signal, about 812 episodes needed"), (None, "hidden by its noise")],
+)
+def test_the_console_says_whether_the_episodes_are_enough(needed, told):
+    line = empty_line(3, {}) | {"grad_signal": 0.12, "episodes_needed": needed}
+    assert told in describe_line(line)
 
 
 @pytest.mark.parametrize("unit", ["element", "step", "chunk"])

@@ -60,6 +60,10 @@ def describe_line(line: Mapping[str, Any]) -> str:
             parts.append(f"{kind} return {line[f'{kind}_return']:.3g},")
     if line["kl"] is not None:
         parts.append(f"kl {line['kl']:.2g}, clipped {line['clip_fraction']:.1%}, lr {line['lr']:.2g},")
+    if line["grad_signal"] is not None:
+        needed = line["episodes_needed"]
+        enough = "hidden by its noise so far" if needed is None else f"about {needed:.0f} episodes needed"
+        parts.append(f"gradient {line['grad_signal']:.0%} signal, {enough},")
     times = {"rollout": line["rollout_s"], "update": line["update_s"], "validation": line["val_seconds"]}
     parts += [f"{name} {seconds:.1f} s" for name, seconds in times.items() if seconds is not None]
     return " ".join(parts)
