@@ -184,6 +184,7 @@ def test_settings_rebuild_the_model(kind):
     again = NoiseModel(SPEC, **noise.settings())
     again.load_state_dict(noise.state_dict())
     assert again.settings() == noise.settings()
+    assert ("sigma_start" in noise.settings()) == (noise.kind != "flow-sde")
     assert torch.equal(again.sigma(features), noise.sigma(features))
 
 

@@ -16,9 +16,9 @@ from flowrl.randomness import random_state, restore_random_state
 from flowrl.scenes import Scene
 from flowrl.validate import validate
 
-_NEEDED = ("sigma_start", "sigma_end", "basis", "num_modes", "learn_sigma")
-_LATER = ("kind", "flow_sde_level", "num_features")
-"""Settings that the first checkpoints did not have: their noise was geometric."""
+_ALWAYS = ("basis", "num_modes")
+_BY_KIND = ("kind", "sigma_start", "sigma_end", "learn_sigma", "num_features", "flow_sde_level")
+"""Settings that a noise may have; one without `kind` is geometric."""
 
 
 def make_noise(config: TrainConfig, policy: FlowPolicy, num_features: int) -> NoiseModel:
@@ -49,9 +49,9 @@ def load_noise(path: str | Path, policy: FlowPolicy) -> NoiseModel:
         FlowRLError: the folder is no checkpoint, or stores no noise.
     """
     state = load_training_state(path)
-    if any(name not in state.sampler for name in _NEEDED):
+    if any(name not in state.sampler for name in _ALWAYS):
         raise FlowRLError(f"--noise: {path} stores no exploration noise; evaluate without it")
-    settings = {name: state.sampler[name] for name in (*_NEEDED, *_LATER) if name in state.sampler}
+    settings = {name: state.sampler[name] for name in (*_ALWAYS, *_BY_KIND) if name in state.sampler}
     noise = NoiseModel(policy.spec, **settings)
     if noise.trained:
         state.restore_module("noise", noise)

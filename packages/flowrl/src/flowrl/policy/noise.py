@@ -194,17 +194,15 @@ class NoiseModel(nn.Module):
         return -0.5 * (delta / size).square() - size.log() - _HALF_LOG_2PI
 
     def settings(self) -> dict[str, object]:
-        """The arguments that rebuild this model (without the learned values), as JSON values."""
-        return {
-            "kind": self.kind,
-            "sigma_start": self.sigma_start,
-            "sigma_end": self.sigma_end,
-            "basis": self.basis,
-            "num_modes": self.num_elements if self.basis == "dct" else None,
-            "learn_sigma": self.learn_sigma,
-            "flow_sde_level": self.flow_sde_level,
-            "num_features": self.num_features,
-        }
+        """The arguments that rebuild this model (without the learned values), those of its kind alone, as JSON values."""
+        num_modes = self.num_elements if self.basis == "dct" else None
+        settings: dict[str, object] = {"kind": self.kind, "basis": self.basis, "num_modes": num_modes}
+        if self.kind == "flow-sde":
+            return settings | {"flow_sde_level": self.flow_sde_level}
+        settings |= {"sigma_start": self.sigma_start, "sigma_end": self.sigma_end}
+        if self.kind == "head":
+            return settings | {"num_features": self.num_features}
+        return settings | {"learn_sigma": self.learn_sigma}
 
     def _of_step(self, sigma: Tensor | None, step: int | None) -> Tensor:
         """Sizes that broadcast to elements (B, F, A) of one step, or (B, K, F, A) of all."""
