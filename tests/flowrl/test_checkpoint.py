@@ -12,13 +12,14 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from safetensors.torch import load_file, save_file
 
 from flowrl import checkpoint
-from flowrl.checkpoint import load_training_state, relocate, save_checkpoint
+from flowrl.checkpoint import changed_noise, load_training_state, relocate, save_checkpoint
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import sample_chain
 from flowrl.policy import lerobot_policy
 from flowrl.policy.critic import Critic
 from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
+from flowrl.prefix import Prefix
 
 
 @pytest.fixture
@@ -308,3 +309,66 @@ def test_relocate_points_lerobot_to_the_folders_present_place(trained, tmp_path,
     load_policy(moved)
     with pytest.raises(FlowRLError, match="missing"):
         relocate(tmp_path)
+
+
+def set_value(file: Path, key: str, value) -> None:
+    content = json.loads(file.read_text())
+    assert key in content
+    file.write_text(json.dumps({**content, key: value}))
+
+
+def test_a_config_that_no_longer_samples_as_it_was_trained_is_refused_with_the_remedy(trained, tmp_path):
+    folder = save(tmp_path / "last", trained)
+    set_value(folder / "config.json", "num_steps", 4)
+    with pytest.raises(
+        FlowRLError, match=r"num_denoising_steps 4, and flowrl\.json 10, .*set it back"
+    ) as error:
+        load_policy(folder)
+    assert "\n" not in str(error.value)
+    (folder / "flowrl.json").unlink()
+    assert load_policy(folder).spec.num_denoising_steps == 4
+
+
+def test_an_expert_that_runs_in_another_dtype_than_it_was_saved_from_is_told(trained, tmp_path, capfd):
+    folder = save(tmp_path / "last", trained)
+    load_policy(folder)
+    assert "runs in" not in capfd.readouterr().err
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {n: t.to(torch.bfloat16) if ".lm_expert." in n else t for n, t in weights.items()},
+        folder / "model.safetensors",
+    )
+    load_policy(folder, expert_dtype="loaded")
+    assert "the expert runs in bfloat16; it was saved from float32" in capfd.readouterr().err
+
+
+def test_noise_other_than_a_checkpoints_is_named(trained, base_folder, tmp_path):
+    policy, noise, *_ = trained
+    folder = save(tmp_path / "last", trained)
+    assert changed_noise(folder, noise) == {} and changed_noise(base_folder, noise) == {}
+    other = NoiseModel(policy.spec, sigma_start=0.3, learn_sigma=True)
+    assert changed_noise(folder, other) == {"sigma_start": (0.2, 0.3)}
+
+
+def test_a_stored_decision_of_the_full_size_policy_takes_less_than_4_mb():
+    """Shapes of the 450M policy with two cameras: no weight is made. In bfloat16, as LeRobot's pretrained VLM runs."""
+    from flowrl.policy.tiny import SIZES
+
+    size = SIZES["450m"]
+    image_tokens = (size.image_size // size.patch // size.pixel_shuffle) ** 2
+    tokens = 2 * image_tokens + 48 + 1
+    assert tokens == 177
+    with torch.device("meta"):
+        shape = (1, size.text_layers, size.kv_heads, tokens, size.head_dim)
+        prefix = Prefix(
+            {
+                "pad_mask": torch.empty(1, tokens, dtype=torch.bool),
+                "keys": torch.empty(shape, dtype=torch.bfloat16),
+                "values": torch.empty(shape, dtype=torch.bfloat16),
+            }
+        )
+        features = torch.empty(1, 2 * size.text_layers * size.kv_heads * size.head_dim)
+        states, log_prob = torch.empty(1, 11, 50, 32), torch.empty(1, 10, 50, 6)
+    others = sum(tensor.numel() * tensor.element_size() for tensor in (features, states, log_prob))
+    assert prefix.num_bytes == 177 + 2 * 2 * 16 * 5 * 177 * 64
+    assert prefix.num_bytes + others < 4e6

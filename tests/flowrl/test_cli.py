@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-from flowrl.cli import one_line
+from flowrl.cli import one_line, parse_flags
+from flowrl.config import CheckConfig, EvalConfig, TrainConfig, check_config
+from flowrl.errors import FlowRLError
+from flowrl.scenes import check_disjoint, fixed_scenes, training_scenes
 
 PROGRAM = "import sys; from flowrl import cli; cli.{name}()"
 
@@ -51,6 +54,7 @@ def test_help_imports_neither_torch_nor_lerobot():
         ("train", ["--envs", "0"], ["--envs 0", "at least 1"]),
         ("train", ["--env-kwargs", "{"], ["--env-kwargs", "JSON"]),
         ("train", ["--val-seed", "7700003"], ["--val-seed 7700003", "--train-seed"]),
+        ("train", ["--train-seed", "9000003"], ["--train-seed 9000003", "test scenes"]),
         ("evaluate", ["--episodes", "many"], ["--episodes", "many"]),
         ("evaluate", ["--workers", "0"], ["--workers 0"]),
         ("check", ["--noise-episodes", "0"], ["--noise-episodes 0", "at least 1"]),
@@ -86,3 +90,40 @@ def test_version_is_told():
 def test_boxed_message_becomes_one_line():
     panel = "╭─ Value error ─────╮\n│ Error parsing     │\n│ --lr: 'x'         │\n│ ───────────────── │\n│ help              │\n╰───────────────────╯\n"
     assert one_line(panel) == "Error parsing --lr: 'x'"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TrainConfig(val_seed=9_000_003), CheckConfig(seed=9_000_003), CheckConfig(noise_seed=9_000_003)],
+)
+def test_test_scenes_are_for_the_evaluation_alone(config):
+    with pytest.raises(FlowRLError, match="9000003: is the seed of the test scenes"):
+        check_config(config)
+    check_config(EvalConfig(seed=9_000_003))
+
+
+def test_scenes_told_apart_by_seeds_alone_are_disjoint_or_refused():
+    check_disjoint(TrainConfig())
+    near = training_scenes(TrainConfig.train_seed, 700, 1)[0].derived_seed
+    with pytest.raises(FlowRLError, match=f"--val-seed {near}: .* are training seeds"):
+        check_disjoint(TrainConfig(val_seed=near))
+    near = fixed_scenes(9_000_003, 6)[5].derived_seed
+    with pytest.raises(FlowRLError, match=f"--train-seed {near}: .* are test seeds"):
+        check_disjoint(TrainConfig(train_seed=near))
+
+
+def test_every_switch_has_one_style_and_its_default_in_the_help():
+    text = run("train", "--help", COLUMNS="200").stdout
+    for switch, default in (("learn-sigma", False), ("early-stop", True), ("bootstrap-truncated", False)):
+        assert f"--{switch}, --no-{switch}" in text
+        assert f"(default: {default})" in text
+    assert parse_flags(TrainConfig, "", ["--no-early-stop", "--learn-sigma"]).early_stop is False
+
+
+def test_values_after_a_list_and_unusual_numbers_are_parsed():
+    args = ["--rename", "top=camera1", "wrist=", "--lr", "1e-4", "--out", "a folder/run", "--gamma", ".9"]
+    config = parse_flags(TrainConfig, "", args)
+    assert config.rename == ("top=camera1", "wrist=") and config.lr == 1e-4
+    assert config.out == "a folder/run" and config.gamma == 0.9
+    with pytest.raises(FlowRLError, match=r"--lr -0\.1: must not be negative"):
+        check_config(parse_flags(TrainConfig, "", ["--lr", "-0.1"]))

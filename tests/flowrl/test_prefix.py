@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flowrl.prefix import Prefix
+from flowrl.prefix import HostPrefix, Prefix, PrefixStore
 
 
 def make(batch: int, tokens: int, seed: int = 0) -> Prefix:
@@ -58,3 +58,57 @@ def test_tensors_of_different_batch_sizes_are_refused():
         Prefix.concatenate([])
     with pytest.raises(ValueError, match="differ"):
         Prefix.concatenate([Prefix({"a": torch.zeros(1)}), Prefix({"b": torch.zeros(1)})])
+
+
+def same(a: Prefix, b: Prefix) -> bool:
+    return all(
+        torch.equal(a.tensors[name], b.tensors[name]) and a.tensors[name].dtype == b.tensors[name].dtype
+        for name in b.tensors
+    )
+
+
+@pytest.mark.parametrize("index", [2, slice(1, 3), [3, 0], torch.tensor([1, 1])])
+def test_rows_of_a_prefix_in_host_memory_are_those_of_the_prefix(index):
+    prefix = make(4, 5)
+    rows = HostPrefix(prefix.tensors, prefix.token_axes)[index]
+    assert type(rows) is Prefix and same(rows, prefix[index])
+
+
+def stored(offload: str, device: str, free: list[int], whole: int = 800) -> tuple[PrefixStore, Prefix]:
+    """Three rounds, with the free memory after each."""
+    left = list(free)
+    store = PrefixStore(offload, torch.device(device), lambda _: (left.pop(0), whole))
+    for seed in range(3):
+        store.add(make(2, 3, seed))
+    return store, store.join()
+
+
+ROUND = make(2, 3).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("offload", "device", "free", "on_host"),
+    [
+        ("cpu", "cuda", [], True),
+        ("gpu", "cuda", [], False),
+        ("cpu", "cpu", [], False),
+        ("auto", "cpu", [], False),
+        ("auto", "cuda", [900, 800, 3 * ROUND], False),
+        ("auto", "cuda", [900, 800, 3 * ROUND - 1], True),  # no room for the joined copy
+        ("auto", "cuda", [900, 199], True),  # a quarter is the update's
+    ],
+)
+def test_prefixes_wait_where_they_fit(offload, device, free, on_host):
+    assert 3 * ROUND > 200 > 2 * ROUND  # the quarter of 800 decides in the last case, the copy in the one before
+    _, prefix = stored(offload, device, free)
+    assert isinstance(prefix, HostPrefix) == on_host
+    whole = Prefix.concatenate([make(2, 3, seed) for seed in range(3)])
+    assert same(prefix[torch.arange(6)], whole)
+
+
+def test_each_rollout_is_judged_anew_and_joining_frees_the_pieces():
+    store, first = stored("auto", "cuda", [100, 900, 900, 900])
+    assert isinstance(first, HostPrefix)
+    piece = make(2, 3)
+    store.add(piece)
+    assert type(store.join()) is Prefix and piece.tensors == {}

@@ -215,7 +215,7 @@ class _Session:
             "flags": dataclasses.asdict(self.config),
             "training": dataclasses.asdict(self.train_config),
             "environment": self.environment,
-            **describe_machine(self.device),
+            **describe_machine(self.device, self.config.env_id),
             "passed": all(result.passed for result in results),
             "checks": [{**dataclasses.asdict(result), "passed": result.passed} for result in results],
         }

@@ -31,6 +31,7 @@ from flowrl.policy.critic import Critic
 from flowrl.policy.folder import CONFIG, PREPROCESSOR, TOKENIZER, VLM, replace_paths
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
+from flowrl.progress import tell
 
 RECORD, STATE = "flowrl.json", "flowrl.safetensors"
 _FORMAT = 1
@@ -188,6 +189,41 @@ def load_training_state(path: Path | str) -> TrainingState:
     except (SafetensorError, OSError) as error:
         raise FlowRLError(f"{folder} is damaged ({error}); {_WITHOUT_IT}") from error
     return TrainingState(record["meta"], record["sampler"], tensors, record["optimizers"], folder)
+
+
+def check_sampler(folder: Path, policy: FlowPolicy) -> None:
+    """A checkpoint's policy samples as its flowrl.json says it did when it was saved. A dtype that differs is told.
+
+    Raises:
+        FlowRLError: config.json gives another number of denoising steps, or other sizes; or flowrl.json is damaged.
+    """
+    if not (folder / RECORD).is_file():
+        return
+    record = _read_record(folder)
+    for name, value in _sampler_record(policy, None).items():
+        stored = record["sampler"].get(name, value)
+        if stored != value:
+            raise FlowRLError(
+                f"{folder}: {CONFIG} gives {name} {value}, and {RECORD} {stored}, with which it was trained; "
+                f"set it back in {CONFIG}, or remove {RECORD} and {STATE} for a policy of its own"
+            )
+    own = getattr(policy, "dtypes", {})
+    for part, stored in record.get("dtypes", {}).items():
+        if part in own and own[part] != stored:
+            tell(f"{folder}: the {part} runs in {own[part]}; it was saved from {stored}")
+
+
+def changed_noise(path: Path | str, noise: NoiseModel) -> dict[str, tuple[Any, Any]]:
+    """Settings of the exploration noise that differ from those a checkpoint was trained with: name -> (stored, now)."""
+    folder = resolve_checkpoint(path)
+    if not (folder / RECORD).is_file():
+        return {}
+    stored = _read_record(folder)["sampler"]
+    return {
+        name: (stored[name], value)
+        for name, value in noise.settings().items()
+        if name in stored and stored[name] != value
+    }
 
 
 def read_meta(path: Path | str) -> Mapping[str, Any] | None:

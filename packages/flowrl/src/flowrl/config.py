@@ -12,6 +12,9 @@ import tyro
 
 from flowrl.errors import FlowRLError
 
+TEST_SEED = 9_000_003
+"""Seed of the test scenes. Nothing that is chosen, trained or tuned may look at them."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -31,11 +34,14 @@ class TrainConfig:
     """Folder for the record and the checkpoints; new without --resume. Empty: runs/<name of the policy>."""
     resume: bool = False
     """Go on with the run in --out from its newest checkpoint, with its flags. Only --iterations, --val-every, --save-every,
-    --envs, --device and --torch-threads may be given anew."""
+    --envs, --device, --torch-threads and --offload may be given anew."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
     """Threads of torch on the CPU. More of them starve the simulators."""
+    offload: Literal["auto", "gpu", "cpu"] = "auto"
+    """Where an iteration's encoded observations wait for the update: gpu, cpu (pinned host memory), or auto: on the GPU while
+    they fit. The results are the same. Without a GPU it has no effect."""
     expert_bf16: bool = False
     """Train the action expert in the checkpoint's own dtype instead of float32. Small updates are lost."""
 
@@ -139,7 +145,7 @@ class EvalConfig:
     """Instruction for environments that give none in `info["task"]`."""
     episodes: int = 100
     """Number of scenes, with index 0, 1, 2, ..."""
-    seed: int = 9_000_003
+    seed: int = TEST_SEED
     """Seed of the scenes."""
     workers: int = 10
     """Environments that run side by side, with --fast."""
@@ -271,6 +277,12 @@ def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:
         parse_schedules(config.schedules)
     if isinstance(config, TrainConfig):
         _check_noise(config)
+    if not isinstance(config, EvalConfig):
+        for name in ("train_seed", "val_seed", "seed", "noise_seed"):
+            if values.get(name) == TEST_SEED:
+                raise FlowRLError(
+                    f"{flag(name)} {TEST_SEED}: is the seed of the test scenes, which only flowrl-eval may use; choose another"
+                )
     if isinstance(config, TrainConfig) and config.train_seed == config.val_seed:
         raise FlowRLError(
             f"--val-seed {config.val_seed} equals --train-seed: validation scenes would be trained on; choose another"

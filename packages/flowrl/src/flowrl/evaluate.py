@@ -108,7 +108,7 @@ def describe_comparison(comparison: Mapping[str, Any]) -> str:
 def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> dict[str, Any]:
     """Evaluates one policy into `out`; finished results of the same settings are read instead."""
     device = prepare_torch(config.device, config.torch_threads)
-    machine = describe_machine(device)
+    machine = describe_machine(device, config.env_id)
     settings = {
         "policy": path,
         "policy_sha256": _policy_hash(path),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Offload = Literal["auto", "gpu", "cpu"]
+RESERVED = 0.25
+"""Part of a GPU's memory that `auto` leaves to the update."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class Prefix:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     @staticmethod
-    def concatenate(prefixes: Sequence[Prefix]) -> Prefix:
-        """Joins batches in the order given.
+    def concatenate(prefixes: Sequence[Prefix], *, consume: bool = False) -> Prefix:
+        """Joins batches in the order given; with `consume` they are emptied on the way, so that memory is freed.
 
         Raises:
             ValueError: If the list is empty, or the prefixes do not hold the same tensors.
@@ -69,8 +74,8 @@ class Prefix:
             if other.tensors.keys() != first.tensors.keys():
                 raise ValueError(f"prefixes differ: {sorted(first.tensors)} and {sorted(other.tensors)}")
         joined = {}
-        for name in first.tensors:
-            parts = [prefix.tensors[name] for prefix in prefixes]
+        for name in list(first.tensors):
+            parts = [prefix.tensors.pop(name) if consume else prefix.tensors[name] for prefix in prefixes]
             axis = first.token_axes.get(name)
             if axis is not None:
                 length = max(part.shape[axis] for part in parts)
@@ -80,6 +85,103 @@ class Prefix:
 
     def _map(self, function) -> Prefix:
         return Prefix({name: function(tensor) for name, tensor in self.tensors.items()}, self.token_axes)
+
+
+@dataclass(frozen=True)
+class HostPrefix(Prefix):
+    """A prefix in host memory, pinned where there is a GPU. Rows that are taken are copied to `device`, bit for bit.
+
+    The copy is queued on the device, and the host goes on meanwhile. Rows that are chosen by a tensor on the device have to
+    wait for it first.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Prefix:
+        if isinstance(index, slice):
+            rows = {name: tensor[index] for name, tensor in self.tensors.items()}
+        else:
+            chosen = torch.as_tensor([index] if isinstance(index, int) else index).cpu()
+            rows = {name: _gather(tensor, chosen) for name, tensor in self.tensors.items()}
+        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in rows.items()}
+        return Prefix(moved, self.token_axes)
+
+
+class PrefixStore:
+    """The prefixes of a rollout, round by round, until they are joined for the update.
+
+    With `auto` they stay on the GPU while its free memory is at least what is kept already, because joining makes a second
+    copy, and a quarter of the whole; otherwise all of them go to host memory.
+
+    Args:
+        offload: Where they wait.
+        device: The policy's. On a CPU `offload` has no effect.
+        memory: Free and whole memory of the device [bytes].
+    """
+
+    def __init__(
+        self,
+        offload: Offload,
+        device: torch.device,
+        memory: Callable[[torch.device], tuple[int, int]] | None = None,
+    ) -> None:
+        self.device, self.memory = device, memory or _device_memory
+        self.on_host = offload == "cpu" and device.type == "cuda"
+        self._may_move = offload == "auto" and device.type == "cuda"
+        self._parts: list[Prefix] = []
+        self._num_bytes = 0
+
+    def add(self, prefix: Prefix) -> None:
+        """Keeps one round's prefix."""
+        self._num_bytes += prefix.num_bytes
+        self._parts.append(_to_host(prefix) if self.on_host else prefix)
+        if self._may_move and not self.on_host:
+            free, whole = self.memory(self.device)
+            if free < max(self._num_bytes, RESERVED * whole):
+                self.on_host = True
+                for number, part in enumerate(self._parts):
+                    self._parts[number] = _to_host(part)
+
+    def join(self) -> Prefix:
+        """All prefixes in the order they were added; the store is empty then. Pieces are freed tensor by tensor.
+
+        Raises:
+            ValueError: If there is none, or they do not hold the same tensors.
+        """
+        parts, self._parts, self._num_bytes = self._parts, [], 0
+        if self.on_host and self._may_move:
+            self.on_host = False  # the next rollout is judged anew
+        joined = Prefix.concatenate(parts, consume=True)
+        homes = {part.device for part in parts if isinstance(part, HostPrefix)}
+        if not homes:
+            return joined
+        return HostPrefix(_pinned(joined.tensors), joined.token_axes, homes.pop())
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    free, whole = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused, whole
+
+
+def _to_host(prefix: Prefix) -> HostPrefix:
+    device = next(iter(prefix.tensors.values())).device
+    return HostPrefix(
+        {name: tensor.to("cpu", copy=True) for name, tensor in prefix.tensors.items()},
+        prefix.token_axes,
+        device,
+    )
+
+
+def _pinned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not torch.cuda.is_available():
+        return dict(tensors)
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+
+
+def _gather(tensor: Tensor, index: Tensor) -> Tensor:
+    out = tensor.new_empty((len(index), *tensor.shape[1:]), pin_memory=torch.cuda.is_available())
+    return torch.index_select(tensor, 0, index, out=out)
 
 
 def _pad_axis(tensor: Tensor, axis: int, length: int) -> Tensor:

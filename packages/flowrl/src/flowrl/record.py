@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from flowrl.errors import FlowRLError
 from flowrl.metrics import LogMetrics
 
-PACKAGES = ("flowrl", "torch", "lerobot", "transformers", "gymnasium", "mujoco", "numpy", "safetensors")
+PACKAGES = ("flowrl", "torch", "lerobot", "transformers", "gymnasium", "numpy", "safetensors")
 UPDATE_FIELDS = (
     *(
         "kl",
@@ -39,6 +40,7 @@ UPDATE_FIELDS = (
         for statistic in ("mean", "std", "min", "max")
     ),
 )
+LOCK = ".lock"
 TIME_FIELDS = ("rollout_s", "rollout_parts", "update_s", "val_seconds")
 
 
@@ -71,7 +73,7 @@ def describe_line(line: Mapping[str, Any]) -> str:
 
 def check_unused(out: Path) -> None:
     """Raises FlowRLError when the out folder exists and is not empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
         raise FlowRLError(f"--out {out}: already used; choose another, or continue that run with --resume")
 
 
@@ -156,10 +158,16 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                         yield f"{name}_{measure}/{position:02d}", number
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Versions, git commit of the working directory and the machine, for a record."""
+def describe_machine(device: torch.device, env_id: str = "") -> dict[str, Any]:
+    """Versions, git commit of the working directory and the machine, for a record.
+
+    Args:
+        device: Where the policy runs.
+        env_id: The environment, `module:id`: the versions of the distribution that brings its module, and of what that
+            requires (a simulator, for example), are named too.
+    """
     versions: dict[str, str | None] = {}
-    for name in PACKAGES:
+    for name in [*PACKAGES, *_environment_packages(env_id)]:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -168,9 +176,35 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "commit": git_commit(),
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "machine": platform.platform(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
     }
+
+
+def _environment_packages(env_id: str) -> list[str]:
+    """The distributions of an environment's module, and what they require without extras."""
+    module = env_id.partition(":")[0].partition(".")[0] if ":" in env_id else ""
+    own = sorted(set(importlib.metadata.packages_distributions().get(module, ())))
+    required = [
+        requirement
+        for name in own
+        for requirement in importlib.metadata.requires(name) or ()
+        if "extra ==" not in requirement
+    ]
+    names = [*own, *(re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required)]
+    return [name for name in dict.fromkeys(names) if name not in PACKAGES]
+
+
+def _processor() -> str:
+    """The processor's name, where Linux tells it."""
+    try:
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
 
 
 def git_commit() -> str | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flowrl.checkpoint import TrainingState
 
 ARGS = "args.json"
-MAY_CHANGE = ("iterations", "val_every", "save_every", "envs", "device", "torch_threads")
+MAY_CHANGE = ("iterations", "val_every", "save_every", "envs", "device", "torch_threads", "offload")
 """Flags that another start of the same run may set: its length, its schedule, and the machine it runs on."""
 OF_A_START = ("out", "resume")
 NEEDED = (
@@ -30,6 +30,11 @@ NEEDED = (
     "random",
 )
 """What a checkpoint's record must hold for a run to go on from it."""
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """The folder of a run: --out, or runs/<name of the policy>."""
+    return Path(config.out or Path("runs") / Path(config.policy).name)
 
 
 def read_args(out: Path | str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import Chain, episode_noise, sample_chain
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
-from flowrl.prefix import Prefix
+from flowrl.prefix import Offload, Prefix, PrefixStore
 from flowrl.scenes import Scene
 from flowrl.sub_environment import select_rows
 from flowrl.vector_env import environment_errors, info_of
@@ -72,7 +72,7 @@ class Episode:
 class Decisions:
     """All decisions of a rollout in the order they were sampled, on the policy's device (N decisions).
 
-    prefix: N encoded observations, in the dtypes they were used in. states: (N, K+1, T, D). log_prob: (N, K, F, A),
+    prefix: N encoded observations, in the dtypes they were used in; they may wait in host memory (`HostPrefix`). states: (N, K+1, T, D). log_prob: (N, K, F, A),
     float32, as sampled. features: (N, F) float32, what the critic reads. num_executed: (N,) int64, targets that ran.
     episode, order: (N,) int64 on the CPU, the episode's number and the decision's place in it.
     rounds: slices of N that were sampled in one batch.
@@ -120,6 +120,7 @@ def collect(
     keep_decisions: bool = False,
     keep_final_features: bool = False,
     default_task: str = "",
+    offload: Offload = "auto",
     on_episode: Callable[[Episode], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Rollout:
@@ -134,6 +135,7 @@ def collect(
         keep_decisions: Keep prefixes and chains for an update (needs `noise`).
         keep_final_features: Keep the critic's features of a truncated episode's last observation.
         default_task: Instruction where the environment gives none.
+        offload: Where the kept prefixes wait for the update, see `PrefixStore`.
         on_episode: Called at the end of each episode.
         should_stop: Asked before every round; True abandons the rollout.
 
@@ -141,7 +143,8 @@ def collect(
         FlowRLError: failing environment, no instruction, or actions that are not finite.
     """
     fleet = _Fleet(vec_env, scenes, early_stop, default_task, policy.takes_instruction)
-    kept: list[tuple[Prefix, Chain, Tensor, list[tuple[int, int]]]] = []
+    kept: list[tuple[Chain, Tensor, list[tuple[int, int]]]] = []
+    store = PrefixStore(offload, policy.device)
     seconds = dict.fromkeys(("prepare", "sample", "env", "reset"), 0.0)
     rounds = 0
     while True:
@@ -166,11 +169,13 @@ def collect(
         _check_actions(actions, episodes)
         if keep_decisions:
             where = [(live[row].number, len(live[row].rewards)) for row in sorted(live)]
-            kept.append(_without_padding(policy, prefix, chain, where))
+            prefix, chain, features = _without_padding(policy, prefix, chain, len(where))
+            store.add(prefix)
+            kept.append((chain, features, where))
         seconds["sample"] += time.perf_counter() - clock
 
         clock = time.perf_counter()
-        finished = fleet.step(dict(zip(rows, actions)))
+        finished = fleet.step(dict(zip(sorted(live), actions)))  # of a padded pair the row that is kept
         seconds["env"] += time.perf_counter() - clock
         if keep_final_features:
             _add_final_features(policy, fleet, finished)
@@ -178,7 +183,7 @@ def collect(
             for episode in finished.values():
                 on_episode(episode)
         rounds += 1
-    return Rollout(fleet.episodes, _join(kept, fleet.episodes) if kept else None, seconds, rounds)
+    return Rollout(fleet.episodes, _join(kept, store, fleet.episodes) if kept else None, seconds, rounds)
 
 
 def pad_to_two(rows: list[int]) -> list[int]:
@@ -286,14 +291,14 @@ def _check_actions(actions: np.ndarray, episodes: Sequence[Episode]) -> None:
 
 
 def _without_padding(
-    policy: FlowPolicy, prefix: Prefix, chain: Chain, where: list[tuple[int, int]]
-) -> tuple[Prefix, Chain, Tensor, list[tuple[int, int]]]:
+    policy: FlowPolicy, prefix: Prefix, chain: Chain, count: int
+) -> tuple[Prefix, Chain, Tensor]:
     features = policy.prefix_features(prefix).float()
-    if len(where) < len(prefix):
+    if count < len(prefix):
         assert chain.log_prob is not None
-        prefix, features = prefix[: len(where)], features[: len(where)]
-        chain = Chain(chain.states[: len(where)], chain.log_prob[: len(where)])
-    return prefix, chain, features, where
+        prefix, features = prefix[:count], features[:count]
+        chain = Chain(chain.states[:count], chain.log_prob[:count])
+    return prefix, chain, features
 
 
 def _add_final_features(policy: FlowPolicy, fleet: _Fleet, finished: Mapping[int, Episode]) -> None:
@@ -310,18 +315,18 @@ def _add_final_features(policy: FlowPolicy, fleet: _Fleet, finished: Mapping[int
 
 
 def _join(
-    kept: list[tuple[Prefix, Chain, Tensor, list[tuple[int, int]]]], episodes: Sequence[Episode]
+    kept: list[tuple[Chain, Tensor, list[tuple[int, int]]]], store: PrefixStore, episodes: Sequence[Episode]
 ) -> Decisions:
     """The rounds' batches as one; the pieces are freed tensor by tensor, so the peak is little above the result."""
     where = [place for *_, places in kept for place in places]
     num_executed = [episodes[number].num_executed[order] for number, order in where]
     ends = np.cumsum([len(places) for *_, places in kept])
     rounds = [slice(int(end) - len(places), int(end)) for end, (*_, places) in zip(ends, kept)]
-    states = torch.cat([chain.states for _, chain, _, _ in kept])
-    log_prob = torch.cat([chain.log_prob for _, chain, _, _ in kept if chain.log_prob is not None])
-    features = torch.cat([features for _, _, features, _ in kept])
-    prefix = Prefix.concatenate([prefix for prefix, *_ in kept])
+    states = torch.cat([chain.states for chain, _, _ in kept])
+    log_prob = torch.cat([chain.log_prob for chain, _, _ in kept if chain.log_prob is not None])
+    features = torch.cat([features for _, features, _ in kept])
     kept.clear()
+    prefix = store.join()
     return Decisions(
         prefix=prefix,
         states=states,

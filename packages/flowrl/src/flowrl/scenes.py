@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowrl.config import TEST_SEED, TrainConfig
+from flowrl.errors import FlowRLError
+
 DERIVED_SEED_BITS = 31
+NUM_TEST_SCENES = 1000
+"""Test scenes that training and validation are kept apart from, where an environment knows no index."""
 DERIVED_SEED_STEP = (
     0x3C6EF372 | 1
 )  # odd, so that index -> seed is one to one; from the golden ratio, so that ranges rarely meet
@@ -43,3 +48,21 @@ def training_scenes(seed: int, next_index: int, num_scenes: int) -> list[Scene]:
 def overlap(scenes: Sequence[Scene], others: Sequence[Scene]) -> set[int]:
     """Derived seeds that two lists of scenes share, for environments that know no index."""
     return {scene.derived_seed for scene in scenes} & {scene.derived_seed for scene in others}
+
+
+def check_disjoint(config: TrainConfig) -> None:
+    """Where scenes are told apart by seeds alone, those of training, validation and test must not share one.
+
+    Raises:
+        FlowRLError: two of them do.
+    """
+    training = training_scenes(config.train_seed, 0, config.iterations * config.episodes)
+    validation = fixed_scenes(config.val_seed, config.val_episodes)
+    test = fixed_scenes(TEST_SEED, NUM_TEST_SCENES)
+    for name, seed, scenes, others, what in (
+        ("val-seed", config.val_seed, validation, training, "training"),
+        ("val-seed", config.val_seed, validation, test, "test"),
+        ("train-seed", config.train_seed, training, test, "test"),
+    ):
+        if shared := overlap(scenes, others):
+            raise FlowRLError(f"--{name} {seed}: {len(shared)} of its seeds are {what} seeds; choose another")

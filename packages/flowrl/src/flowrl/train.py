@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import create_empty_array
 
-from flowrl.checkpoint import TrainingState, read_meta, save_checkpoint
+from flowrl.checkpoint import TrainingState, changed_noise, read_meta, save_checkpoint
 from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.exploration import describe_noise_tax, make_noise, measure_noise_tax
 from flowrl.gae import estimate_interleaved, normalize_advantages
 from flowrl.gradient_noise import NoiseScale
+from flowrl.lock import run_lock
 from flowrl.metrics import explained_variance, spread
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
@@ -26,9 +27,9 @@ from flowrl.ppo import PPO
 from flowrl.progress import Progress, tell
 from flowrl.randomness import random_state, restore_random_state, seed_all
 from flowrl.record import Record, check_unused, describe_line, describe_machine, empty_line, read_log
-from flowrl.resume import changed, newest_state, read_args, recorded_config, settled_config
+from flowrl.resume import changed, newest_state, read_args, recorded_config, run_folder, settled_config
 from flowrl.rollout import Rollout, collect
-from flowrl.scenes import fixed_scenes, overlap, training_scenes
+from flowrl.scenes import check_disjoint, fixed_scenes, training_scenes
 from flowrl.stop import StopRequest
 from flowrl.validate import episode_records, log_metrics_of, summary, validate, validation_bound
 from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
@@ -52,7 +53,8 @@ def train(
     Raises:
         FlowRLError: bad input, failing environment, or a diverged update.
     """
-    with StopRequest() as stop, Run(config, load, preset or {}) as run:
+    out = run_folder(config)
+    with StopRequest() as stop, run_lock(out), Run(config, load, preset or {}) as run:
         run.measure_noise_tax(stop)
         if run.pending is not None:
             run.complete(run.pending, stop)
@@ -83,7 +85,7 @@ class Run:
     def __init__(self, config: TrainConfig, load: LoadPolicy, preset: Mapping[str, Any]) -> None:
         check_config(config)
         device = prepare_torch(config.device, config.torch_threads)
-        self.out = Path(config.out or Path("runs") / Path(config.policy).name)
+        self.out = run_folder(config)
         state: TrainingState | None = None
         if config.resume:
             config = settled_config(config)
@@ -110,7 +112,8 @@ class Run:
         self._last_is_current = False
         try:
             check_spaces(self.vec_env, self.policy.spec)
-            self._check_scenes()
+            if "index" not in self.vec_env.metadata.get("reset_options", ()):
+                check_disjoint(config)
             self._build_learner(device)
             if config.resume:
                 if state is not None:
@@ -130,7 +133,7 @@ class Run:
                     "preset": dict(preset),
                     "environment": environment,
                 }
-                self.record = Record(self.out, args | describe_machine(device))
+                self.record = Record(self.out, args | describe_machine(device, config.env_id))
         except FlowRLError:
             close_vector_env(self.vec_env, failed=True)
             raise
@@ -140,6 +143,9 @@ class Run:
         blank = create_empty_array(self.vec_env.single_observation_space, n=2, fn=np.zeros)
         features = self.policy.prefix_features(self.policy.encode(blank, ["task"] * 2))
         self.noise = make_noise(config, self.policy, features.shape[1])
+        if not config.resume and (other := changed_noise(config.policy, self.noise)):
+            parts = ", ".join(f"{name} {now} (was {stored})" for name, (stored, now) in other.items())
+            tell(f"exploration noise other than {config.policy} was trained with: {parts}")
         seed_all(config.train_seed)
         self.critic = Critic(features.shape[1]).to(device)
         self.ppo = PPO(self.policy, self.noise, self.critic, config)
@@ -166,7 +172,7 @@ class Run:
         now = {
             "from_iteration": self.iteration,
             "changed": changed(recorded_config(str(self.out)), self.config),
-            **describe_machine(device),
+            **describe_machine(device, self.config.env_id),
         }
         args["resumptions"] = [*args.get("resumptions", []), now]
         self.record = Record(self.out, args, log)
@@ -182,20 +188,6 @@ class Run:
             if meta is None or meta["iteration"] != self.iteration:
                 self.save("best")
 
-    def _check_scenes(self) -> None:
-        """Where scenes are told apart by seeds alone, training and validation must not share one."""
-        config = self.config
-        if "index" in self.vec_env.metadata.get("reset_options", ()):
-            return
-        shared = overlap(
-            training_scenes(config.train_seed, 0, config.iterations * config.episodes),
-            fixed_scenes(config.val_seed, config.val_episodes),
-        )
-        if shared:
-            raise FlowRLError(
-                f"--val-seed {config.val_seed}: {len(shared)} of its seeds are training seeds; choose another"
-            )
-
     def collect(self, iteration: int, stop: StopRequest) -> Rollout:
         """The iteration's training episodes, with exploration noise, on scenes that were never used."""
         config = self.config
@@ -210,6 +202,7 @@ class Run:
                     keep_decisions=True,
                     keep_final_features=config.bootstrap_truncated,
                     default_task=config.task,
+                    offload=config.offload,
                     on_episode=lambda _: progress.advance(),
                     should_stop=lambda: stop.requested,
                 )

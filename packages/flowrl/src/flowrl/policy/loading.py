@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from flowrl.checkpoint import resolve_checkpoint
+from flowrl.checkpoint import check_sampler, resolve_checkpoint
 from flowrl.errors import FlowRLError
 from flowrl.policy.folder import CONFIG, local_folder, read_json
 from flowrl.policy.interface import ExpertDtype, FlowPolicy
@@ -38,7 +38,8 @@ def load_policy(
         rename: Environment name -> policy name of cameras and state; an empty target drops a camera.
 
     Raises:
-        FlowRLError: On anything missing, damaged or unsupported, for example a type that is not in `ADAPTERS`.
+        FlowRLError: On anything missing, damaged or unsupported, for example a type that is not in `ADAPTERS`; or a
+            checkpoint that would sample in another way than it was trained.
     """
     path = resolve_checkpoint(path)
     folder, _ = local_folder(path)
@@ -50,4 +51,6 @@ def load_policy(
         )
     module, _, name = ADAPTERS[kind].partition(":")
     adapter = getattr(importlib.import_module(module), name)
-    return adapter.load(path, device=device, expert_dtype=expert_dtype, rename=rename)
+    policy: FlowPolicy = adapter.load(path, device=device, expert_dtype=expert_dtype, rename=rename)
+    check_sampler(folder, policy)
+    return policy
