@@ -49,8 +49,8 @@ def small_widths() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (modeling_pi0, modeling_pi05):
             widths = {
-                "gemma_2b": module.GemmaConfig(32, 2, 48, 8, 1, 8),
-                "gemma_300m": module.GemmaConfig(24, 2, 40, 8, 1, 8),
+                "gemma_2b": module.GemmaConfig(32, 2, 48, 8, 1, 16),
+                "gemma_300m": module.GemmaConfig(32, 2, 48, 8, 1, 16),
             }
             stack.enter_context(mock.patch.object(module, "get_gemma_config", widths.__getitem__))
             for name in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):

@@ -201,7 +201,9 @@ def likelihood(what: str, policy: FlowPolicy, decisions: Decisions, noise: Noise
         worst = torch.zeros((), device=device)
         for index in batches:
             again = score(policy, decisions.prefix[index], decisions.states[index], noise)
-            worst = torch.maximum(worst, ((again - decisions.log_prob[index]).exp() - 1).abs().max())
+            kept = len(index.unique())  # of a padded pair the first row, as in the rollout
+            deviation = ((again - decisions.log_prob[index])[:kept].exp() - 1).abs().max()
+            worst = torch.maximum(worst, deviation)
         rows.append(
             {
                 "noise": what,

@@ -230,7 +230,8 @@ class PPO:
             stored = decisions.log_prob[index]
             with torch.no_grad():
                 again = rescore(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
-                max_dev = torch.maximum(max_dev, ((again - stored).exp() - 1).abs().max())
+                deviation = ((again - stored)[: rows.stop - rows.start].exp() - 1).abs().max()
+                max_dev = torch.maximum(max_dev, deviation)
                 if needed and kernels_agree:
                     kernels_agree = torch.equal(self._log_prob(decisions, index), stored)
         if kernels_agree:
