@@ -1,5 +1,6 @@
 """What people see of an episode: MuJoCo's window, or a picture of every control frame; never what a policy sees."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +23,7 @@ _LOOKAT_W = (0.20, 0.0, 0.06)  # [m]
 _DISTANCE, _AZIMUTH, _ELEVATION = 0.72, 120.0, -36.0  # [m], [deg], [deg]
 _MARKER_RGBA = np.array([0.1, 0.85, 0.25, 1.0], np.float32)
 _RING_RADIUS, _RING_HALF_HEIGHT = 0.019, 0.0008  # [m]
+_CLOSE_TIMEOUT_S = 2.0
 _ARROW_CLEARANCE, _ARROW_LENGTH, _ARROW_WIDTH = 0.075, 0.05, 0.004  # [m]
 
 
@@ -144,7 +146,9 @@ class Window:
             )
         import mujoco.viewer
 
+        others = set(threading.enumerate())
         self._handle = mujoco.viewer.launch_passive(model, data)
+        self._threads = [thread for thread in threading.enumerate() if thread not in others]
         self._next_s = time.monotonic()
 
     @property
@@ -163,5 +167,7 @@ class Window:
             time.sleep(max(self._next_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Close the window."""
+        """Close the window, and wait for its threads: a process that ends while they draw gets an error of the display."""
         self._handle.close()
+        for thread in self._threads:
+            thread.join(_CLOSE_TIMEOUT_S)
