@@ -44,7 +44,9 @@ def _context_class(backend: str) -> Any:
         from mujoco.glfw import GLContext
     else:
         from mujoco.gl_context import GLContext
-    if not hasattr(GLContext, "_context"):  # MuJoCo 3.8: one that failed to open complains when it is collected
+    if not hasattr(
+        GLContext, "_context"
+    ):  # MuJoCo 3.8: one that failed to open complains when it is collected
         GLContext._context = None
     return GLContext
 
