@@ -91,6 +91,14 @@ def test_an_own_vector_class_of_single_targets_is_replaced_by_one_of_chunks():
     close_vector_env(vec_env)
 
 
+def test_discrete_actions_are_refused_where_the_environment_has_a_vector_class_of_its_own():
+    spec = small_mlp(4, 1).spec
+    vec_env = make_vector_env("CartPole-v1", 1, {}, spec)
+    with pytest.raises(FlowRLError, match=r"actions are Discrete\(2\)"):
+        check_spaces(vec_env, spec)
+    close_vector_env(vec_env)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "action_dim", "message"),
     [

@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from flowrl.errors import FlowRLError
 from flowrl.policy.interface import FlowSpec
-from flowrl.sub_environment import SubEnvironmentMaker, is_vector, make_environment
+from flowrl.sub_environment import SubEnvironmentMaker, make_environment
 
 
 def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> VectorEnv:
@@ -49,7 +49,7 @@ def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], p
     with environment_errors(f"--env-id {env_id}: cannot be made"), _interrupts_ignored():
         if spec.vector_entry_point is not None:
             vec_env = gymnasium.make_vec(env_id, num_envs=num_envs, **env_kwargs)
-            if is_vector(vec_env.single_action_space):
+            if len(vec_env.single_action_space.shape or ()) != 2:  # no chunks
                 vec_env.close()
                 vec_env = None
         if vec_env is None:
