@@ -99,7 +99,7 @@ ROUND = make(2, 3).num_bytes
     ],
 )
 def test_prefixes_wait_where_they_fit(offload, device, free, on_host):
-    assert 3 * ROUND > 200 > 2 * ROUND  # the quarter of 800 decides in the last case, the copy in the one before
+    assert 3 * ROUND > 200 > 2 * ROUND  # 200 is the quarter of 800
     _, prefix = stored(offload, device, free)
     assert isinstance(prefix, HostPrefix) == on_host
     whole = Prefix.concatenate([make(2, 3, seed) for seed in range(3)])
