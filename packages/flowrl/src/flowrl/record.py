@@ -185,16 +185,23 @@ def describe_machine(device: torch.device, env_id: str = "") -> dict[str, Any]:
 
 
 def _environment_packages(env_id: str) -> list[str]:
-    """The distributions of an environment's module, and what they require without extras."""
+    """The distribution of an environment's module, and what it requires without extras."""
     module = env_id.partition(":")[0].partition(".")[0] if ":" in env_id else ""
-    own = sorted(set(importlib.metadata.packages_distributions().get(module, ())))
+    if not module:
+        return []
+    try:
+        owners = [
+            importlib.metadata.metadata(module)["Name"]
+        ]  # the usual case, and the one of an editable install
+    except importlib.metadata.PackageNotFoundError:
+        owners = sorted(set(importlib.metadata.packages_distributions().get(module, ())))
     required = [
-        requirement
-        for name in own
-        for requirement in importlib.metadata.requires(name) or ()
-        if "extra ==" not in requirement
+        text
+        for owner in owners
+        for text in importlib.metadata.requires(owner) or ()
+        if "extra ==" not in text
     ]
-    names = [*own, *(re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required)]
+    names = [*owners, *(re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in required)]
     return [name for name in dict.fromkeys(names) if name not in PACKAGES]
 
 
