@@ -372,3 +372,16 @@ def test_a_stored_decision_of_the_full_size_policy_takes_less_than_4_mb():
     others = sum(tensor.numel() * tensor.element_size() for tensor in (features, states, log_prob))
     assert prefix.num_bytes == 177 + 2 * 2 * 16 * 5 * 177 * 64
     assert prefix.num_bytes + others < 4e6
+
+
+def test_tensors_that_share_memory_or_are_not_contiguous_are_stored_whole(trained, tmp_path):
+    block = torch.arange(12.0).view(3, 4)
+    shared = {
+        "whole": block,
+        "same": block,
+        "rows": block[1:],
+        "turned": block.T,
+        "every_other": block[:, ::2],
+    }
+    state = load_training_state(save(tmp_path / "last", trained, tensors=shared))
+    assert all(torch.equal(state.tensors[name], tensor) for name, tensor in shared.items())

@@ -386,3 +386,14 @@ def test_padded_action_dimensions_are_carried(tmp_path, make_observation, tasks)
     assert torch.equal(
         chunk(policy, observation, tasks(2), x_0), lerobot_chunk(folder, observation, tasks(2), x_0)
     )
+
+
+def test_a_chunk_depends_on_its_noise_and_not_on_the_global_generator(policy, make_observation, tasks):
+    observation, x_0 = make_observation(2), torch.randn(2, 50, 6)
+    first = policy.predict_action_chunk(observation, tasks(2), x_0)
+    torch.randn(100)
+    policy.predict_action_chunk(make_observation(2, seed=1), tasks(2), torch.randn(2, 50, 6))
+    assert torch.equal(policy.predict_action_chunk(observation, tasks(2), x_0), first)
+    for wrong in (torch.randn(2, 49, 6), torch.randn(1, 50, 6), torch.randn(2, 50, 7)):
+        with pytest.raises(ValueError, match=r"x_0 has shape .*expected \(2, 50, 6\)"):
+            policy.predict_action_chunk(observation, tasks(2), wrong)
