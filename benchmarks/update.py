@@ -76,7 +76,9 @@ def measure(path: str, part: int, threads: int) -> None:
         num_executed=torch.full((MINIBATCH,), policy.spec.n_action_steps),
         episode=np.arange(MINIBATCH),
         order=np.zeros(MINIBATCH, dtype=np.int64),
-        rounds=[slice(0, 2)],  # what is rescored before the update; little, so that the step is what is timed
+        rounds=[
+            np.arange(2)
+        ],  # what is rescored before the update; little, so that the step is what is timed
     )
     flowrl.ppo.CPU_PART = part
     config = TrainConfig(minibatch=MINIBATCH, critic_warmup=0, target_kl=10.0, epochs=1)

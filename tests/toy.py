@@ -117,18 +117,17 @@ def toy_decisions(
     generator = torch.Generator().manual_seed(seed)
     state = torch.empty(count, ACTION_DIM).uniform_(-1, 1, generator=generator)
     drawn = [episode_noise(seed * 100_003 + number, 0, SPEC, noise.num_elements) for number in range(count)]
-    rounds = [slice(start, min(start + round_size, count)) for start in range(0, count, round_size)]
+    rounds = np.split(np.arange(count), range(round_size, count, round_size))
     prefixes, chains = [], []
     for rows in rounds:
-        chosen = pad_to_two(list(range(rows.start, rows.stop)))
+        chosen = pad_to_two(rows.tolist())
         prefix = policy.encode({"agent_pos": state[chosen].numpy()}, ["toy"] * len(chosen))
         x_0 = torch.stack([drawn[row][0] for row in chosen]).to(policy.device)
         eps = torch.stack([e for row in chosen if (e := drawn[row][1]) is not None]).to(policy.device)
         chain = sample_chain(policy, prefix, x_0, noise, eps)
         assert chain.log_prob is not None
-        size = rows.stop - rows.start
-        prefixes.append(prefix[:size])
-        chains.append((chain.states[:size], chain.log_prob[:size]))
+        prefixes.append(prefix[: len(rows)])
+        chains.append((chain.states[: len(rows)], chain.log_prob[: len(rows)]))
     prefix = Prefix.concatenate(prefixes)
     return Decisions(
         prefix=prefix,

@@ -86,7 +86,7 @@ def test_a_skipped_minibatch_counts_for_nothing():
     ppo = PPO(policy, noise, Critic(2), config)
     decisions = toy_decisions(policy, noise, 20)
     decisions.states[3, 2, 1, 0] = float("nan")
-    decisions = replace(decisions, rounds=[slice(4, 20)])
+    decisions = replace(decisions, rounds=[np.arange(4, 20)])
     stats = ppo.update(decisions, np.random.default_rng(0).standard_normal(20), np.zeros(20), iteration=1)
     assert stats.skipped == 1 and stats.by_step is not None
     assert all(np.isfinite(values).all() for values in stats.by_step.values())

@@ -362,7 +362,7 @@ class Case:
             num_executed=torch.full((BATCH,), spec.n_action_steps),
             episode=np.arange(BATCH),
             order=np.zeros(BATCH, dtype=np.int64),
-            rounds=[slice(0, BATCH)],
+            rounds=[np.arange(BATCH)],
         )
 
     def update(self) -> CheckResult:
@@ -489,6 +489,10 @@ def test_an_expert_stored_in_bfloat16_is_found_through_lerobot_too(case, tmp_pat
 def test_whole_rounds_are_taken_for_one_step():
     policy, noise = ToyPolicy(), NoiseModel(SPEC)
     decisions = toy_decisions(policy, noise, 30, round_size=7)
-    part = first_decisions(decisions, 16)
-    assert len(part) == 21 and part.rounds == [slice(0, 7), slice(7, 14), slice(14, 21)]
-    assert torch.equal(part.states, decisions.states[:21])
+    decisions.rounds = [np.array(rows) for rows in ([29, 0, 7], [3, 4, 5], [28, 1], [2, 6])]
+    for count, size in ((3, 3), (4, 6), (6, 6), (7, 8)):
+        part = first_decisions(decisions, count)
+        chosen = sorted(row for rows in decisions.rounds[: len(part.rounds)] for row in rows)
+        assert len(part) == size and part.episode.tolist() == chosen
+        for rows, own in zip(decisions.rounds, part.rounds):
+            assert torch.equal(part.states[own], decisions.states[rows])

@@ -149,7 +149,7 @@ def test_an_update_changes_the_intended_weights_alone_and_lerobot_loads_them(kin
     features = policy.prefix_features(prefix)
     decisions = Decisions(
         prefix, chain.states, chain.log_prob, features, torch.full((4,), 10), np.arange(4), np.zeros(4, int),
-        [slice(0, 4)],
+        [np.arange(4)],
     )  # fmt: skip
     critic = Critic(features.shape[1])
     config = TrainConfig(lr=1e-4, critic_warmup=0, epochs=1, minibatch=4)

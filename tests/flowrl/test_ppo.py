@@ -373,7 +373,7 @@ def test_single_bad_decision_costs_one_minibatch_of_an_epoch():
     ppo = learner(TrainConfig(minibatch=5, epochs=2, critic_warmup=0))
     decisions = toy_decisions(ppo.policy, ppo.noise, 20)
     decisions.states[3, 2, 1, 0] = float("nan")
-    decisions.rounds = [slice(4, 20)]
+    decisions.rounds = [np.arange(4, 20)]
     before = parameters(ppo)
     stats = ppo.update(decisions, *random_signal(20), iteration=1)
     assert stats.skipped == 2
@@ -430,7 +430,7 @@ def test_an_expert_in_bfloat16_has_ratio_1_in_batches_of_another_size(base_folde
     prefix = policy.encode(make_observation(8), tasks(8))
     drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(8)]
     x_0, eps = (torch.stack(part) for part in zip(*drawn))
-    rounds = [slice(0, 4), slice(4, 8)]
+    rounds = [np.arange(0, 4), np.arange(4, 8)]
     chains = [sample_chain(policy, prefix[rows], x_0[rows], noise, eps[rows]) for rows in rounds]
     features = policy.prefix_features(prefix)
     decisions = Decisions(

@@ -7,7 +7,7 @@ import torch
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore
 from flowrl.policy.noise import NoiseModel
-from flowrl.rollout import collect
+from flowrl.rollout import collect, pad_to_two
 from flowrl.scenes import Scene, fixed_scenes, overlap, training_scenes
 from flowrl.vector_env import close_vector_env
 from toy import SPEC, ToyPolicy, make_toy_envs
@@ -75,25 +75,24 @@ def test_decisions_are_stored_as_sampled(envs):
     assert len(decisions) == sum(len(e.rewards) for e in rollout.episodes) == len(decisions.prefix)
     assert decisions.states.shape == (len(decisions), 5, 4, 3)
     assert decisions.log_prob.shape == (len(decisions), 4, 4, 2) and decisions.log_prob.dtype == torch.float32
-    places = sorted(zip(decisions.episode.tolist(), decisions.order.tolist()))
+    places = list(zip(decisions.episode.tolist(), decisions.order.tolist()))
     assert places == [(e.number, order) for e in rollout.episodes for order in range(len(e.rewards))]
     for row, (number, order) in enumerate(zip(decisions.episode, decisions.order)):
         assert decisions.num_executed[row] == rollout.episodes[number].num_executed[order]
     for rows in decisions.rounds:
-        index = torch.arange(rows.start, rows.stop)
-        index = index.repeat(2) if len(index) == 1 else index
+        index = torch.as_tensor(pad_to_two(rows.tolist()))
         with torch.no_grad():
             again = rescore(policy, decisions.prefix[index], decisions.states[index], noise)
         assert torch.equal(again, decisions.log_prob[index])
 
 
-def test_rounds_cover_all_decisions_in_order(envs):
+def test_rounds_hold_every_decision_once(envs):
     decisions = run(envs, noise=noise_model(), keep_decisions=True).decisions
     assert decisions is not None
-    assert [row for rows in decisions.rounds for row in range(rows.start, rows.stop)] == list(
-        range(len(decisions))
-    )
-    assert all(rows.stop - rows.start <= NUM_ENVS for rows in decisions.rounds)
+    assert sorted(np.concatenate(decisions.rounds)) == list(range(len(decisions)))
+    assert all(1 <= len(rows) <= NUM_ENVS for rows in decisions.rounds)
+    for rows in decisions.rounds:
+        assert len(set(decisions.episode[rows])) == len(rows)
 
 
 def test_exploration_noise_changes_the_chunk_but_not_where_it_starts(envs):

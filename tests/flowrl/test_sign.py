@@ -112,7 +112,7 @@ def test_smolvla_follows_the_reward(base_folder, make_observation, tasks, basis,
             num_executed=torch.full((num_decisions,), policy.spec.n_action_steps),
             episode=np.arange(num_decisions),
             order=np.zeros(num_decisions, dtype=np.int64),
-            rounds=[slice(0, num_decisions)],
+            rounds=[np.arange(num_decisions)],
         )
         rewards = sign * (shift(chain.states) - deterministic(x_0)).astype(np.float64)
         stats = ppo.update(decisions, normalize_advantages(rewards), rewards, iteration)

@@ -186,7 +186,7 @@ def likelihood(what: str, policy: FlowPolicy, decisions: Decisions, noise: Noise
     """
     float32 = all(weight.dtype == torch.float32 for weight in policy.trainable_parameters().values())
     count, device = len(decisions), decisions.states.device
-    rounds = [torch.arange(rows.start, rows.stop, device=device) for rows in decisions.rounds]
+    rounds = [torch.as_tensor(rows, device=device) for rows in decisions.rounds]
     as_sampled = [index.repeat(2) if len(index) == 1 else index for index in rounds]
     shuffled = torch.as_tensor(np.random.default_rng(0).permutation(count), device=device).split(MINIBATCH)
     singly = torch.as_tensor(np.linspace(0, count - 1, min(count, MAX_SINGLE)).astype(int), device=device)
@@ -327,15 +327,18 @@ def reload(
 
 
 def first_decisions(decisions: Decisions, count: int) -> Decisions:
-    """The rounds that hold the first `count` decisions (whole rounds, since chains are scored as sampled)."""
-    rounds = [rows for rows in decisions.rounds if rows.start < count]
-    chosen = slice(0, rounds[-1].stop)
+    """The first rounds that hold `count` decisions together (whole rounds, since chains are scored as sampled)."""
+    ends = np.cumsum([len(rows) for rows in decisions.rounds])
+    first = decisions.rounds[: int(np.searchsorted(ends, count)) + 1]
+    chosen = np.sort(np.concatenate(first))
+    rounds = [np.searchsorted(chosen, rows) for rows in first]
+    index = torch.as_tensor(chosen, device=decisions.states.device)
     return Decisions(
-        prefix=decisions.prefix[chosen],
-        states=decisions.states[chosen],
-        log_prob=decisions.log_prob[chosen],
-        features=decisions.features[chosen],
-        num_executed=decisions.num_executed[chosen],
+        prefix=decisions.prefix[index],
+        states=decisions.states[index],
+        log_prob=decisions.log_prob[index],
+        features=decisions.features[index],
+        num_executed=decisions.num_executed[index],
         episode=decisions.episode[chosen],
         order=decisions.order[chosen],
         rounds=rounds,

@@ -225,12 +225,12 @@ class PPO:
         chosen = sorted({round(i) for i in np.linspace(0, num_rounds - 1, min(num_rounds, CHECKED_ROUNDS))})
         max_dev, kernels_agree = torch.zeros((), device=decisions.states.device), True
         for rows in (decisions.rounds[i] for i in chosen):
-            index = torch.arange(rows.start, rows.stop, device=decisions.states.device)
+            index = torch.as_tensor(rows, device=decisions.states.device)
             index = index.repeat(2) if len(index) == 1 else index  # padded as in the rollout
             stored = decisions.log_prob[index]
             with torch.no_grad():
                 again = rescore(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
-                deviation = ((again - stored)[: rows.stop - rows.start].exp() - 1).abs().max()
+                deviation = ((again - stored)[: len(rows)].exp() - 1).abs().max()
                 max_dev = torch.maximum(max_dev, deviation)
                 if needed and kernels_agree:
                     kernels_agree = torch.equal(self._log_prob(decisions, index), stored)

@@ -61,8 +61,15 @@ class Prefix:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     @staticmethod
-    def concatenate(prefixes: Sequence[Prefix], *, consume: bool = False) -> Prefix:
-        """Joins batches in the order given; with `consume` they are emptied on the way, so that memory is freed.
+    def concatenate(
+        prefixes: Sequence[Prefix], places: Sequence[Tensor] | None = None, *, consume: bool = False
+    ) -> Prefix:
+        """Joins batches.
+
+        Args:
+            prefixes: The batches.
+            places: For each of them where its rows go in the result, see `join_rows`; None: one batch after the other.
+            consume: Empty them on the way, so that memory is freed.
 
         Raises:
             ValueError: If the list is empty, or the prefixes do not hold the same tensors.
@@ -80,7 +87,7 @@ class Prefix:
             if axis is not None:
                 length = max(part.shape[axis] for part in parts)
                 parts = [_pad_axis(part, axis, length) for part in parts]
-            joined[name] = torch.cat(parts)
+            joined[name] = torch.cat(parts) if places is None else join_rows(parts, places)
         return Prefix(joined, first.token_axes)
 
     def _map(self, function) -> Prefix:
@@ -142,8 +149,11 @@ class PrefixStore:
                 for number, part in enumerate(self._parts):
                     self._parts[number] = _to_host(part)
 
-    def join(self) -> Prefix:
-        """All prefixes in the order they were added; the store is empty then. Pieces are freed tensor by tensor.
+    def join(self, places: Sequence[Tensor] | None = None) -> Prefix:
+        """All prefixes as one; the store is empty then. Pieces are freed tensor by tensor.
+
+        Args:
+            places: For each round where its rows go, see `join_rows`; None: in the order they were added.
 
         Raises:
             ValueError: If there is none, or they do not hold the same tensors.
@@ -151,11 +161,24 @@ class PrefixStore:
         parts, self._parts, self._num_bytes = self._parts, [], 0
         if self.on_host and self._may_move:
             self.on_host = False  # the next rollout is judged anew
-        joined = Prefix.concatenate(parts, consume=True)
+        joined = Prefix.concatenate(parts, places, consume=True)
         homes = {part.device for part in parts if isinstance(part, HostPrefix)}
         if not homes:
             return joined
         return HostPrefix(_pinned(joined.tensors), joined.token_axes, homes.pop())
+
+
+def join_rows(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """Row i of part p becomes row places[p][i] of the result, on the parts' device.
+
+    Args:
+        parts: Tensors of shape (B_p, ...), of one dtype.
+        places: int64 (B_p,) each; together every row from 0 to the last once.
+    """
+    joined = parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+    for part, rows in zip(parts, places, strict=True):
+        joined[rows.to(joined.device)] = part
+    return joined
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:

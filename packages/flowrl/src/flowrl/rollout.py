@@ -20,7 +20,7 @@ from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import Chain, episode_noise, sample_chain
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
-from flowrl.prefix import Offload, Prefix, PrefixStore
+from flowrl.prefix import Offload, Prefix, PrefixStore, join_rows
 from flowrl.scenes import Scene
 from flowrl.sub_environment import select_rows
 from flowrl.vector_env import environment_errors, info_of
@@ -70,12 +70,14 @@ class Episode:
 
 @dataclass
 class Decisions:
-    """All decisions of a rollout in the order they were sampled, on the policy's device (N decisions).
+    """All decisions of a rollout, episode by episode and in the order they were made, on the policy's device (N decisions).
 
-    prefix: N encoded observations, in the dtypes they were used in; they may wait in host memory (`HostPrefix`). states: (N, K+1, T, D). log_prob: (N, K, F, A),
-    float32, as sampled. features: (N, F) float32, what the critic reads. num_executed: (N,) int64, targets that ran.
-    episode, order: (N,) int64 on the CPU, the episode's number and the decision's place in it.
-    rounds: slices of N that were sampled in one batch.
+    So row n is the same decision whatever number of environments it was collected with, and so are the minibatches.
+
+    prefix: N encoded observations, in the dtypes they were used in; they may wait in host memory (`HostPrefix`).
+    states: (N, K+1, T, D). log_prob: (N, K, F, A), float32, as sampled. features: (N, F) float32, what the critic reads.
+    num_executed: (N,) int64, targets that ran. episode, order: (N,) int64 on the CPU, the episode's number and the
+    decision's place in it. rounds: int64 arrays on the CPU, the rows that were sampled in one batch, in its order.
     """
 
     prefix: Prefix
@@ -85,7 +87,7 @@ class Decisions:
     num_executed: Tensor
     episode: np.ndarray
     order: np.ndarray
-    rounds: list[slice]
+    rounds: list[np.ndarray]
 
     def __len__(self) -> int:
         return len(self.states)
@@ -318,22 +320,25 @@ def _join(
     kept: list[tuple[Chain, Tensor, list[tuple[int, int]]]], store: PrefixStore, episodes: Sequence[Episode]
 ) -> Decisions:
     """The rounds' batches as one; the pieces are freed tensor by tensor, so the peak is little above the result."""
-    where = [place for *_, places in kept for place in places]
-    num_executed = [episodes[number].num_executed[order] for number, order in where]
-    ends = np.cumsum([len(places) for *_, places in kept])
-    rounds = [slice(int(end) - len(places), int(end)) for end, (*_, places) in zip(ends, kept)]
-    states = torch.cat([chain.states for chain, _, _ in kept])
-    log_prob = torch.cat([chain.log_prob for chain, _, _ in kept if chain.log_prob is not None])
-    features = torch.cat([features for _, features, _ in kept])
+    where = np.array([place for *_, places in kept for place in places])
+    sampled = np.lexsort((where[:, 1], where[:, 0]))  # row -> when it was sampled
+    where = where[sampled]
+    rounds = np.split(np.argsort(sampled), np.cumsum([len(places) for *_, places in kept])[:-1])
+    device = kept[0][1].device
+    rows = [torch.as_tensor(part, device=device) for part in rounds]
+    states = join_rows([chain.states for chain, _, _ in kept], rows)
+    log_prob = join_rows([chain.log_prob for chain, _, _ in kept if chain.log_prob is not None], rows)
+    features = join_rows([features for _, features, _ in kept], rows)
     kept.clear()
-    prefix = store.join()
+    prefix = store.join(rows)
+    num_executed = [episodes[number].num_executed[order] for number, order in where]
     return Decisions(
         prefix=prefix,
         states=states,
         log_prob=log_prob,
         features=features,
-        num_executed=torch.tensor(num_executed, device=states.device),
-        episode=np.array([number for number, _ in where]),
-        order=np.array([order for _, order in where]),
+        num_executed=torch.tensor(num_executed, device=device),
+        episode=where[:, 0],
+        order=where[:, 1],
         rounds=rounds,
     )
