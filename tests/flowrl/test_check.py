@@ -18,15 +18,11 @@ import flowrl.flow.sampler
 import flowrl.plain
 from flowrl.check import check, report
 from flowrl.checks import (
-    SIGMA_TOLERANCE,
     CheckResult,
-    asked_sizes,
     compare_records,
     distinct_starts,
     first_decisions,
     likelihood,
-    noise_cost,
-    noise_size_error,
     reload,
     update,
 )
@@ -36,6 +32,7 @@ from flowrl.evaluate import run_fast, run_plain
 from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise, sample_chain
 from flowrl.flow.schedule import denoising_times
+from flowrl.noise_checks import SIGMA_TOLERANCE, asked_sizes, noise_cost, noise_size_error
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy

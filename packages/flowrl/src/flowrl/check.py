@@ -19,12 +19,9 @@ from gymnasium.vector import VectorEnv
 from flowrl.checks import (
     CheckResult,
     Row,
-    asked_sizes,
     compare_records,
     distinct_starts,
     likelihood,
-    noise_cost,
-    noise_size_error,
     reload,
     update,
 )
@@ -39,6 +36,7 @@ from flowrl.config import (
 from flowrl.evaluate import policy_name, run_fast, run_plain
 from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise
+from flowrl.noise_checks import asked_sizes, noise_cost, noise_size_error
 from flowrl.plain import reset_scene, stack_observations
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
