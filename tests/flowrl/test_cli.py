@@ -10,6 +10,7 @@ import pytest
 from flowrl.cli import one_line, parse_flags
 from flowrl.config import CheckConfig, EvalConfig, TrainConfig, check_config
 from flowrl.errors import FlowRLError
+from flowrl.evaluate import seen_scenes
 from flowrl.scenes import check_disjoint, fixed_scenes, training_scenes
 
 PROGRAM = "import sys; from flowrl import cli; cli.{name}()"
@@ -127,3 +128,12 @@ def test_values_after_a_list_and_unusual_numbers_are_parsed():
     assert config.out == "a folder/run" and config.gamma == 0.9
     with pytest.raises(FlowRLError, match=r"--lr -0\.1: must not be negative"):
         check_config(parse_flags(TrainConfig, "", ["--lr", "-0.1"]))
+
+
+def test_a_checkpoint_evaluated_on_scenes_that_it_has_seen_is_told(tmp_path):
+    record = {"format": 1, "meta": {"flags": {"train_seed": 5, "val_seed": 6}}}
+    (tmp_path / "flowrl.json").write_text(json.dumps(record))
+    (tmp_path / "flowrl.safetensors").write_bytes(b"")
+    assert "was trained on scenes of this seed" in seen_scenes(str(tmp_path), 5)
+    assert "was validated, and so chosen, on" in seen_scenes(str(tmp_path), 6)
+    assert seen_scenes(str(tmp_path), 9_000_003) == "" == seen_scenes("user/name", 5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 
-from flowrl.checkpoint import resolve_checkpoint
+from flowrl.checkpoint import RECORD, read_meta, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
 from flowrl.exploration import load_noise
@@ -129,6 +129,8 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         _record_videos(config, out, finished, scenes)
         return finished
 
+    if line := seen_scenes(path, config.seed):
+        tell(line)
     policy = load(
         path,
         device=device,
@@ -199,6 +201,16 @@ def _record_videos(
         first = scenes[: config.video_episodes]
         record_videos(out, make_env, first, results["episodes"], config.task)
         tell(f"{out / VIDEOS}: {len(first)} videos")
+
+
+def seen_scenes(path: str, seed: int) -> str:
+    """One line when a checkpoint was trained on, or chosen by, the scenes of this seed; otherwise empty."""
+    folder = resolve_checkpoint(path)
+    flags = (read_meta(folder) or {}).get("flags", {}) if (folder / RECORD).is_file() else {}
+    for name, what in (("train_seed", "trained on"), ("val_seed", "validated, and so chosen, on")):
+        if flags.get(name) == seed:
+            return f"--seed {seed}: {path} was {what} scenes of this seed; its success here says little of new ones"
+    return ""
 
 
 def run_fast(
