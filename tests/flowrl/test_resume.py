@@ -38,6 +38,7 @@ CONFIG = TrainConfig(
     lr=1e-3,
     kl_adapt=1e-3,
     learn_sigma=True,
+    average_decay=0.9,
     sigma_start=0.4,
     sigma_end=0.1,
     target_kl=1.0,

@@ -119,6 +119,9 @@ class TrainConfig:
     """Weight of the critic's loss, 0.5 * squared error."""
     max_grad_norm: float = 1.0
     """Gradient norm is clipped to this, for policy, noise and critic separately."""
+    average_decay: float = 0.0
+    """Validate and save a moving average of the policy's weights that looks back about 1 / (1 - decay) iterations: most of a policy
+    gradient is noise, which the average loses. 0: the weights themselves."""
     critic_warmup: int = 1
     """First iterations that train the critic only."""
     critic_epochs: int = 0
@@ -267,6 +270,8 @@ def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:
             raise FlowRLError(f"{flag(name)} {value}: must be greater than 0")
         if name in ("gamma", "lam") and not 0 <= value <= 1:
             raise FlowRLError(f"{flag(name)} {value}: must lie between 0 and 1")
+        if name == "average_decay" and not 0 <= value < 1:
+            raise FlowRLError(f"{flag(name)} {value}: must be at least 0 and less than 1, for example 0.95")
         if name == "clip" and not 0 < value < 1:
             raise FlowRLError(f"{flag(name)} {value}: must lie between 0 and 1, both excluded")
         if name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import create_empty_array
 
+from flowrl.average import WeightAverage
 from flowrl.checkpoint import TrainingState, changed_noise, read_meta, save_checkpoint
 from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
@@ -149,13 +150,15 @@ class Run:
         seed_all(config.train_seed)
         self.critic = Critic(features.shape[1]).to(device)
         self.ppo = PPO(self.policy, self.noise, self.critic, config)
+        self.average = WeightAverage(self.policy.trainable_parameters(), config.average_decay)
         self.random = random_state(device)
 
     def _restore(self, state: TrainingState) -> None:
-        """Everything that the checkpoint's iteration left, but the policy, which was loaded from it."""
+        """Everything that the checkpoint's iteration left, but the policy's frozen part, which was loaded from it."""
         state.restore_module("noise", self.noise)
         state.restore_module("critic", self.critic)
         state.restore_optimizer("ppo", self.ppo.optimizer)
+        self.average.restore(state)
         meta = state.meta
         self.iteration, self.next_index = meta["iteration"], meta["next_index"]
         self.best_bound, self.best_iteration = meta["best_bound"], meta["best_iteration"]
@@ -234,6 +237,7 @@ class Run:
             stats = self.ppo.update(
                 decisions, normalize_advantages(advantages), returns, iteration, progress.advance
             )
+        self.average.update(iteration)
         self.next_index += config.episodes
         self.iteration = iteration
         sigma = self.noise.sigma(decisions.features).detach()
@@ -316,16 +320,17 @@ class Run:
         tell(describe_noise_tax(tax))
 
     def validate(self, stop: StopRequest) -> tuple[list[dict[str, Any]] | None, float]:
-        """Noise-free episodes on the fixed scenes, and seconds; None when a stop has ended the workers."""
+        """Noise-free episodes on the fixed scenes, with the averaged weights, and seconds; None when a stop has ended the workers."""
         start = time.perf_counter()
         try:
-            records = validate(
-                self.policy,
-                self.vec_env,
-                fixed_scenes(self.config.val_seed, self.config.val_episodes),
-                label=f"iteration {self.iteration}: validation",
-                default_task=self.config.task,
-            )
+            with self.average.applied():
+                records = validate(
+                    self.policy,
+                    self.vec_env,
+                    fixed_scenes(self.config.val_seed, self.config.val_episodes),
+                    label=f"iteration {self.iteration}: validation",
+                    default_task=self.config.task,
+                )
         except FlowRLError:
             if not stop.requested:
                 raise
@@ -341,27 +346,30 @@ class Run:
 
     def save(self, name: str) -> None:
         """Writes the checkpoint `name` of `iteration`."""
-        save_checkpoint(
-            self.out / name,
-            self.policy,
-            noise=self.noise,
-            critic=self.critic,
-            optimizers={"ppo": self.ppo.optimizer},
-            tensors={f"random.{generator}": state for generator, state in self.random.tensors.items()},
-            meta={
-                "iteration": self.iteration,
-                "validated": self.pending is None,
-                "next_index": self.next_index,
-                "best_bound": self.best_bound,
-                "best_iteration": self.best_iteration,
-                "lr": self.ppo.lr,
-                "bad_in_a_row": self.ppo.bad_in_a_row,
-                "gradient_noise": dataclasses.asdict(self.ppo.noise_scale),
-                "random": self.random.values,
-                "env_kwargs": self.env_kwargs,
-                "flags": dataclasses.asdict(self.config),
-            },
-        )
+        tensors = {f"random.{generator}": state for generator, state in self.random.tensors.items()}
+        tensors |= self.average.tensors()
+        with self.average.applied():
+            save_checkpoint(
+                self.out / name,
+                self.policy,
+                noise=self.noise,
+                critic=self.critic,
+                optimizers={"ppo": self.ppo.optimizer},
+                tensors=tensors,
+                meta={
+                    "iteration": self.iteration,
+                    "validated": self.pending is None,
+                    "next_index": self.next_index,
+                    "best_bound": self.best_bound,
+                    "best_iteration": self.best_iteration,
+                    "lr": self.ppo.lr,
+                    "bad_in_a_row": self.ppo.bad_in_a_row,
+                    "gradient_noise": dataclasses.asdict(self.ppo.noise_scale),
+                    "random": self.random.values,
+                    "env_kwargs": self.env_kwargs,
+                    "flags": dataclasses.asdict(self.config),
+                },
+            )
 
     def __enter__(self) -> "Run":
         return self
