@@ -268,20 +268,28 @@ def test_an_absent_camera_is_masked(tmp_path):
     assert not prefix.tensors["pad_mask"][:, 2 * tokens : 3 * tokens].any()
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("pi0", PI0FlowPolicy), ("pi05", PI05FlowPolicy)])
-def test_check_passes_and_a_run_trains(kind, adapter, tmp_path, monkeypatch, capfd):
+def program_args(folder: Path, kind: str) -> list[str]:
+    save_small(folder, kind, size=2, chunk_size=ALIGNED[kind], cameras=("top",))
+    return ["--policy", str(folder), "--env-id", "toy_camera_env:ToyCamera-v0", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["pi0", pytest.param("pi05", marks=pytest.mark.slow)])
+def test_check_passes(kind, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    folder = save_small(tmp_path / "policy", kind, size=2, chunk_size=ALIGNED[kind], cameras=("top",))
-    shared = ["--policy", str(folder), "--env-id", "toy_camera_env:ToyCamera-v0", "--device", "cpu"]
-    few = ["--same-episodes", "3", "--noise-episodes", "4", "--workers", "2", "--schedules", "0.2:0.02"]
-    code = run_program(_check, [*shared, *few, "--out", str(tmp_path / "check")])
-    assert code == 0, capfd.readouterr()
+    few = ["--same-episodes", "2", "--noise-episodes", "2", "--workers", "2", "--schedules", ""]
+    args = [*program_args(tmp_path / "policy", kind), *few, "--out", str(tmp_path / "check")]
+    assert run_program(_check, args) == 0, capfd.readouterr()
     checks = json.loads((tmp_path / "check" / "check.json").read_text())["checks"]
     assert len(checks) == 5 and all(check["passed"] for check in checks)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "adapter"), [("pi0", PI0FlowPolicy), ("pi05", PI05FlowPolicy)])
+def test_a_run_trains(kind, adapter, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     sizes = ["--iterations", "2", "--episodes", "4", "--envs", "2", "--val-episodes", "2", "--val-every", "2"]
-    code = run_program(_train, [*shared, *sizes, "--lr", "1e-4", "--out", str(tmp_path / "run")])
-    assert code == 0, capfd.readouterr()
+    args = [*program_args(tmp_path / "policy", kind), *sizes, "--lr", "1e-4", "--out", str(tmp_path / "run")]
+    assert run_program(_train, args) == 0, capfd.readouterr()
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["ratio_max_dev"] for line in lines] == [None, 0.0, 0.0] and lines[2]["kl"] > 0
     assert isinstance(load_policy(tmp_path / "run" / "last"), adapter)
