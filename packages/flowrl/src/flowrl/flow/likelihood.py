@@ -1,10 +1,11 @@
-"""Log density of stored chains. Mirrors `sampler.sample_chain` line for line."""
+"""Log density of stored chains. Mirrors `sampler.integrate` line for line."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from flowrl.flow.sampler import rows_as_sampled, time_tensor
 from flowrl.flow.schedule import denoising_times
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
@@ -28,15 +29,19 @@ def rescore(policy: FlowPolicy, prefix: Prefix, states: Tensor, noise: NoiseMode
         (B, K, F, A) float32.
     """
     _check_states(policy, prefix, states)
+    batch = len(prefix)
+    if (rows := rows_as_sampled(policy, batch, states.device)) is not None:
+        prefix, states = prefix[rows], states[rows]
     dt, times = denoising_times(policy.spec.num_denoising_steps)
     sigma = noise.sigma_for(policy, prefix)
+    velocity = policy.velocity_field(prefix)
     log_probs = []
     for step, time in enumerate(times):
         x_t = states[:, step].contiguous()  # as in the sampler: a strided view takes another path on a GPU
-        v_t = policy.velocity(x_t, _time_tensor(time, x_t), prefix)
+        v_t = velocity(x_t, time_tensor(time, x_t))
         mean = noise.mean(x_t, v_t, dt, step)
         log_probs.append(noise.log_prob(states[:, step + 1], mean, step, sigma))
-    return torch.stack(log_probs, dim=1)
+    return torch.stack(log_probs, dim=1)[:batch]
 
 
 def rescore_flat(policy: FlowPolicy, prefix: Prefix, states: Tensor, noise: NoiseModel) -> Tensor:
@@ -48,14 +53,10 @@ def rescore_flat(policy: FlowPolicy, prefix: Prefix, states: Tensor, noise: Nois
     num_steps = policy.spec.num_denoising_steps
     dt, times = denoising_times(num_steps)
     x_t = states[:, :-1]
-    time = torch.tensor(times, dtype=torch.float32, device=states.device).repeat(len(prefix))
-    v_t = policy.velocity(x_t.flatten(0, 1), time, prefix.repeat_interleave(num_steps)).view_as(x_t)
+    time = torch.cat([time_tensor(time, x_t) for time in times]).view(num_steps, -1).T.flatten()
+    v_t = policy.velocity_field(prefix, num_steps)(x_t.flatten(0, 1), time).view_as(x_t)
     mean = noise.mean(x_t, v_t, dt)
     return noise.log_prob(states[:, 1:], mean, sigma=noise.sigma_for(policy, prefix))
-
-
-def _time_tensor(time: float, x_t: Tensor) -> Tensor:
-    return torch.tensor(time, dtype=torch.float32, device=x_t.device).expand(x_t.shape[0])
 
 
 def _check_states(policy: FlowPolicy, prefix: Prefix, states: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Denoising as a chain of Gaussian transitions. `likelihood.py` mirrors `sample_chain` line for line."""
+"""Denoising as a chain of Gaussian transitions. `likelihood.py` mirrors `integrate` line for line."""
 
 from __future__ import annotations
 
@@ -65,12 +65,26 @@ def sample_chain(
     if noise is not None and eps is not None:
         _check_shape("eps", eps, (batch, spec.num_denoising_steps, noise.num_elements, spec.action_dim))
 
-    dt, times = denoising_times(spec.num_denoising_steps)
+    if (rows := rows_as_sampled(policy, batch, x_0.device)) is not None:
+        prefix, x_0, eps = prefix[rows], x_0[rows], None if eps is None else eps[rows]
+    if policy.graphs is None:
+        chain = integrate(policy, prefix, x_0, noise, eps)
+    else:
+        chain = policy.graphs.run(policy, prefix, x_0, noise, eps)
+    return Chain(chain.states[:batch], None if chain.log_prob is None else chain.log_prob[:batch])
+
+
+def integrate(
+    policy: FlowPolicy, prefix: Prefix, x_0: Tensor, noise: NoiseModel | None, eps: Tensor | None
+) -> Chain:
+    """`sample_chain` on a batch as it is, without waiting for the device."""
+    dt, times = denoising_times(policy.spec.num_denoising_steps)
     sigma = None if noise is None else noise.sigma_for(policy, prefix)
+    velocity = policy.velocity_field(prefix)
     x_t = x_0
     states, log_probs = [x_t], []
     for step, time in enumerate(times):
-        v_t = policy.velocity(x_t, _time_tensor(time, x_t), prefix)
+        v_t = velocity(x_t, time_tensor(time, x_t))
         if noise is None or eps is None:
             x_t = x_t + dt * v_t
         else:
@@ -79,6 +93,17 @@ def sample_chain(
             log_probs.append(noise.log_prob(x_t, mean, step, sigma))
         states.append(x_t)
     return Chain(torch.stack(states, dim=1), torch.stack(log_probs, dim=1) if log_probs else None)
+
+
+def rows_as_sampled(policy: FlowPolicy, count: int, device: torch.device) -> Tensor | None:
+    """Which rows make `count` a batch as large as the policy samples it, the last one repeated; None: they are one."""
+    size = policy.sampling_batch(count)
+    return None if size == count else torch.arange(size, device=device).clamp_(max=count - 1)
+
+
+def time_tensor(time: float, x_t: Tensor) -> Tensor:
+    """One time for all rows, (B,) float32. Filled on the device: a copy from the host cannot be a part of a CUDA graph."""
+    return torch.full((len(x_t),), time, dtype=torch.float32, device=x_t.device)
 
 
 def episode_noise(
@@ -111,10 +136,6 @@ def episode_noise(
 def _generator(*key: int) -> torch.Generator:
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed >> 1)
-
-
-def _time_tensor(time: float, x_t: Tensor) -> Tensor:
-    return torch.tensor(time, dtype=torch.float32, device=x_t.device).expand(x_t.shape[0])
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

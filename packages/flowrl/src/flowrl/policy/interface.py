@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.errors import FlowRLError
 from flowrl.prefix import Prefix
+
+if TYPE_CHECKING:
+    from flowrl.flow.graphs import ChainGraphs
 
 ExpertDtype = Literal["float32", "loaded"]
 """Dtype of the trained weights: float32, or that of their file."""
+VelocityField = Callable[[Tensor, Tensor], Tensor]
+"""Velocity (B, T, D) at x_t (B, T, D) and time (B,)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,10 @@ class FlowPolicy(ABC):
     """Whether `encode` reads the instructions. Where it does not, an environment needs to give none."""
     is_small: bool = False
     """Whether a whole minibatch goes through the velocity field at once, backward pass included, on a CPU too."""
+    velocity_mode: str = "exact"
+    """How the velocity is computed: "exact", or in another way of the policy's own; see `choose_velocity`."""
+    graphs: ChainGraphs | None = None
+    """Replays whole chains as CUDA graphs, where that is possible."""
 
     @abstractmethod
     def encode(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> Prefix:
@@ -65,6 +75,31 @@ class FlowPolicy(ABC):
     @abstractmethod
     def velocity(self, x_t: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         """Velocity (B, T, D) float32 at (x_t, time); differentiable in the trainable parameters."""
+
+    def velocity_field(self, prefix: Prefix, repeats: int = 1) -> VelocityField:
+        """The velocity as a function of x_t and time alone, with what the prefix determines computed once.
+
+        It holds only until the weights change.
+
+        Args:
+            prefix: B encoded observations.
+            repeats: R, how many rows of x_t in a row belong to each of them; x_t then has B R rows.
+        """
+        rows = prefix if repeats == 1 else prefix.repeat_interleave(repeats)
+        return lambda x_t, time: self.velocity(x_t, time, rows)
+
+    def choose_velocity(self, mode: str) -> None:
+        """Computes the velocity in another way: "auto" (by the device), "exact" (the library's own operations), "fused".
+
+        Raises:
+            FlowRLError: The policy has no such way.
+        """
+        if mode not in ("auto", "exact"):
+            raise FlowRLError(f"--velocity {mode}: {type(self).__name__} has the exact one alone; use auto")
+
+    def sampling_batch(self, count: int) -> int:
+        """Rows of the batch in which `count` chains are sampled, and rescored as sampled: at least `count`."""
+        return count
 
     @abstractmethod
     def predict_action_chunk(

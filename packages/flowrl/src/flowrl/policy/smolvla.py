@@ -1,7 +1,8 @@
 """LeRobot's own SmolVLA behind the FlowPolicy interface.
 
-The network, the processors and their files are LeRobot's; this file only takes its sampler apart into prefix and
-velocity. Without exploration noise the results equal `SmolVLAPolicy.predict_action_chunk` bit for bit.
+The network, the processors and their files are LeRobot's; this file takes its sampler apart into prefix and velocity, and
+`expert` runs the denoising steps. On a CPU, without exploration noise, the results equal `SmolVLAPolicy.predict_action_chunk`
+bit for bit; on a GPU other kernels run by default, see `choose_velocity`.
 
 Kernels of a CPU (and some of a GPU) round differently by batch size: on the CPU a batch of one can differ in the last
 bits from the same observation in a larger batch. Compare and rescore in the composition that was sampled.
@@ -19,13 +20,16 @@ from lerobot.policies.common.vla_utils import make_att_2d_masks
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import Tensor
-from transformers import DynamicCache
 
+from flowrl.errors import FlowRLError
+from flowrl.flow.graphs import ChainGraphs
+from flowrl.policy.expert import ExpertField, VelocityMode
 from flowrl.policy.folder import CONFIG, VLM, PolicyFolder, replace_json_string
-from flowrl.policy.interface import FlowSpec
+from flowrl.policy.interface import FlowSpec, VelocityField
 from flowrl.policy.lerobot_policy import LeRobotFlowPolicy
 from flowrl.prefix import Prefix
 
+_BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _TOKEN_AXES = {"pad_mask": 1, "keys": 3, "values": 3}
 
 
@@ -45,6 +49,11 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         "use_cache=false": lambda config: not config.use_cache,
     }
     module: SmolVLAPolicy
+    velocity_mode: VelocityMode
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.choose_velocity("auto")
 
     @staticmethod
     def _spec(config: Any) -> FlowSpec:
@@ -85,13 +94,24 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         return Prefix({"pad_mask": pad_mask, "keys": keys, "values": values}, _TOKEN_AXES)
 
     def velocity(self, x_t: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        tensors = prefix.tensors
-        cache = DynamicCache()  # A new one per call: denoise_step appends to it and crops it.
-        for layer in range(tensors["keys"].shape[1]):
-            cache.update(tensors["keys"][:, layer], tensors["values"][:, layer], layer)
-        return self.module.model.denoise_step(
-            prefix_pad_masks=tensors["pad_mask"], past_key_values=cache, x_t=x_t, timestep=time
-        )
+        return self.velocity_field(prefix)(x_t, time)
+
+    def velocity_field(self, prefix: Prefix, repeats: int = 1) -> VelocityField:
+        return ExpertField(self.module.model, **prefix.tensors, repeats=repeats, mode=self.velocity_mode)
+
+    def choose_velocity(self, mode: str) -> None:
+        """auto: fused on a GPU, where chains are also replayed as CUDA graphs; exact elsewhere. See `expert`."""
+        if mode not in ("auto", "exact", "fused"):
+            raise FlowRLError(f"--velocity {mode!r}: must be auto, exact or fused")
+        on_gpu = self.device.type == "cuda"
+        self.velocity_mode = "fused" if mode == "fused" or (mode == "auto" and on_gpu) else "exact"
+        self.graphs = ChainGraphs() if on_gpu and self.velocity_mode == "fused" else None
+
+    def sampling_batch(self, count: int) -> int:
+        """Fused: the next of few sizes, so that few graphs are captured and all rounds of a rollout run the same kernels."""
+        if self.velocity_mode == "exact":
+            return count
+        return next((size for size in _BATCHES if size >= count), -(-count // _BATCHES[-1]) * _BATCHES[-1])
 
     @torch.no_grad()
     def prefix_features(self, prefix: Prefix) -> Tensor:

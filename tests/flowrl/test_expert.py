@@ -1,0 +1,169 @@
+"""The action expert as flowrl runs it, against LeRobot's own denoising step."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_smolvla import SMALL, statistics
+from transformers import DynamicCache
+
+from flowrl.errors import FlowRLError
+from flowrl.flow.likelihood import rescore, rescore_flat
+from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.policy.noise import NoiseModel
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.policy.tiny import build_smolvla, save_policy_folder
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def fused(base_folder):
+    policy = SmolVLAFlowPolicy.load(base_folder)
+    policy.choose_velocity("fused")
+    return policy
+
+
+def lerobot_velocity(policy, x_t, time, prefix):
+    """LeRobot's denoising step, with a cache of its own."""
+    cache = DynamicCache()
+    for layer in range(prefix.tensors["keys"].shape[1]):
+        cache.update(prefix.tensors["keys"][:, layer], prefix.tensors["values"][:, layer], layer)
+    return policy.module.model.denoise_step(
+        prefix_pad_masks=prefix.tensors["pad_mask"], past_key_values=cache, x_t=x_t, timestep=time
+    )
+
+
+def uneven_prefix(policy, make_observation, batch):
+    """Instructions of different length, so that rows have different masks and positions."""
+    return policy.encode(
+        make_observation(batch), [f"Pick {'very ' * (row % 3)}fast." for row in range(batch)]
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@torch.no_grad()
+def test_the_exact_velocity_is_lerobots_bit_for_bit(policy, make_observation, batch):
+    prefix = uneven_prefix(policy, make_observation, batch)
+    x_t, time = torch.randn(batch, 50, 6), torch.rand(batch)
+    assert torch.equal(policy.velocity(x_t, time, prefix), lerobot_velocity(policy, x_t, time, prefix))
+
+
+@torch.no_grad()
+def test_several_chunks_of_one_prefix_are_scored_as_if_it_were_repeated(policy, make_observation):
+    prefix = uneven_prefix(policy, make_observation, 3)
+    x_t, time = torch.randn(3 * STEPS, 50, 6), torch.rand(3 * STEPS)
+    expected = lerobot_velocity(policy, x_t, time, prefix.repeat_interleave(STEPS))
+    assert torch.equal(policy.velocity_field(prefix, STEPS)(x_t, time), expected)
+
+
+@pytest.mark.parametrize("expert_dtype", ["float32", "loaded"])
+@torch.no_grad()
+def test_a_bfloat16_policy_has_lerobots_velocity_too(folder_copy, make_observation, expert_dtype):
+    weights = load_file(folder_copy / "model.safetensors")
+    halved = {n: t.bfloat16() if ".vlm." in n or ".lm_expert." in n else t for n, t in weights.items()}
+    save_file(halved, folder_copy / "model.safetensors")
+    policy = SmolVLAFlowPolicy.load(folder_copy, expert_dtype=expert_dtype)
+    prefix = uneven_prefix(policy, make_observation, 2)
+    x_t, time = torch.randn(2, 50, 6), torch.rand(2)
+    expected = lerobot_velocity(policy, x_t, time, prefix)
+    assert torch.equal(policy.velocity(x_t, time, prefix), expected)
+    policy.choose_velocity("fused")
+    tolerance = 1e-4 if expert_dtype == "float32" else 0.03  # bfloat16 has 8 bits
+    assert (policy.velocity(x_t, time, prefix) - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"attention_mode": "self_attn"}, {"num_expert_layers": 1}, {"self_attn_every_n_layers": -1}],
+    ids=str,
+)
+@torch.no_grad()
+def test_other_arrangements_of_layers_are_lerobots(tmp_path, monkeypatch, make_observation, tasks, change):
+    import flowrl.policy.tiny as tiny
+
+    build = tiny.SmolVLAConfig
+    monkeypatch.setattr(tiny, "SmolVLAConfig", lambda **settings: build(**settings, **change))
+    save_policy_folder(tmp_path, build_smolvla(tmp_path / "vlm", size=SMALL, padded_dim=8), statistics())
+    policy = SmolVLAFlowPolicy.load(tmp_path)
+    assert all(getattr(policy.module.config, name) == value for name, value in change.items())
+    prefix = policy.encode(make_observation(2), tasks(2))
+    x_t, time = torch.randn(2, 50, 8), torch.rand(2)
+    expected = lerobot_velocity(policy, x_t, time, prefix)
+    assert torch.equal(policy.velocity(x_t, time, prefix), expected)
+    policy.choose_velocity("fused")
+    torch.testing.assert_close(policy.velocity(x_t, time, prefix), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_actions_are_the_exact_ones_to_a_hundredth_of_a_degree(policy, fused, make_observation):
+    prefix, x_0 = uneven_prefix(policy, make_observation, 4), torch.randn(4, 50, 6)
+    degrees = [p.unnormalize(sample_chain(p, prefix, x_0).actions[..., :6]) for p in (policy, fused)]
+    difference = (degrees[0] - degrees[1]).abs().max()
+    assert 0 < difference < 0.01
+    assert degrees[0].std() > 1
+
+
+@pytest.mark.parametrize("mode", ["exact", "fused"])
+def test_gradients_are_lerobots(policy, fused, make_observation, mode):
+    ours = fused if mode == "fused" else policy
+    prefix = uneven_prefix(policy, make_observation, 3)
+    x_t, time, direction = torch.randn(3 * STEPS, 50, 6), torch.rand(3 * STEPS), torch.randn(3 * STEPS, 50, 6)
+    expected = lerobot_velocity(ours, x_t, time, prefix.repeat_interleave(STEPS))
+    got = ours.velocity_field(prefix, STEPS)(x_t, time)
+    weights = list(ours.trainable_parameters().values())
+    a, b = (torch.autograd.grad((v * direction).sum(), weights) for v in (expected, got))
+    for name, x, y in zip(ours.trainable_parameters(), a, b):
+        assert torch.cosine_similarity(x.flatten(), y.flatten(), dim=0) > 0.9999, name
+        assert abs(x.norm() / y.norm() - 1) < 1e-4, name
+
+
+def noisy_chain(policy, prefix, noise):
+    drawn = [episode_noise(row, 0, policy.spec, noise.num_elements) for row in range(len(prefix))]
+    x_0, eps = (torch.stack(part) for part in zip(*drawn))
+    return sample_chain(policy, prefix, x_0, noise, eps)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_fused_chains_rescored_as_sampled_have_ratio_one_exactly(fused, make_observation, count):
+    prefix = uneven_prefix(fused, make_observation, count)
+    noise = NoiseModel(fused.spec, basis="dct", num_modes=6)
+    chain = noisy_chain(fused, prefix, noise)
+    assert chain.states.shape[0] == chain.log_prob.shape[0] == count
+    assert torch.equal(rescore(fused, prefix, chain.states, noise), chain.log_prob)
+    with torch.no_grad():
+        assert torch.equal(rescore(fused, prefix, chain.states, noise), chain.log_prob)
+        flat = rescore_flat(fused, prefix, chain.states, noise)
+    assert ((flat - chain.log_prob).exp() - 1).abs().max() < 1e-3
+
+
+def test_rows_that_fill_a_batch_up_change_nothing(fused, make_observation):
+    assert [fused.sampling_batch(count) for count in (1, 2, 3, 16, 17, 100, 128, 129)] == [
+        2, 2, 4, 16, 24, 128, 128, 256,
+    ]  # fmt: skip
+    prefix, x_0 = uneven_prefix(fused, make_observation, 4), torch.randn(4, 50, 6)
+    other = x_0.clone()
+    other[3] = 7.0
+    three, four, changed = (
+        sample_chain(fused, prefix[: len(x)], x).states[:3] for x in (x_0[:3], x_0, other)
+    )
+    assert torch.equal(three, four) and torch.equal(three, changed)
+
+
+def test_the_way_of_the_velocity_is_chosen_by_the_device_and_checked(fused, base_folder, policy):
+    assert (policy.velocity_mode, policy.graphs) == ("exact", None)
+    assert (fused.velocity_mode, fused.graphs) == ("fused", None)
+    with pytest.raises(FlowRLError, match="--velocity 'fast': must be auto, exact or fused"):
+        fused.choose_velocity("fast")
+
+
+def test_a_policy_with_one_way_refuses_another():
+    from toy import ToyPolicy
+
+    toy = ToyPolicy()
+    toy.choose_velocity("auto")
+    with pytest.raises(FlowRLError, match="--velocity fused: ToyPolicy"):
+        toy.choose_velocity("fused")
+    prefix = toy.encode({"agent_pos": np.zeros((2, 2), np.float32)}, ["go"] * 2)
+    x_t, time = torch.randn(4, 4, 3), torch.rand(4)
+    expected = toy.velocity(x_t, time, prefix.repeat_interleave(2))
+    assert torch.equal(toy.velocity_field(prefix, 2)(x_t, time), expected)
