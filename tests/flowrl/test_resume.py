@@ -24,6 +24,7 @@ from flowrl.record import TIME_FIELDS
 from flowrl.resume import recorded_config, settled_config
 from flowrl.stop import StopRequest
 from flowrl.train import Run, train
+from flowrl.vector_env import close_vector_env
 
 TESTS = Path(__file__).parents[1]
 CONFIG = TrainConfig(
@@ -181,7 +182,7 @@ def test_validation_that_was_cut_off_is_made_up_for(whole, tmp_path):
             line = run.learn(iteration, run.collect(iteration, stop))
             if iteration == 2:
                 stop.requested = True
-                run.vec_env.close()  # as a signal to the process group does with the workers
+                close_vector_env(run.vec_envs)  # as a signal to the process group does with the workers
             run.complete(line, stop)
         run.save_last()
     assert [line["iteration"] for line in read_log(out)] == [0, 1, 2]

@@ -9,8 +9,8 @@ from flowrl.flow.likelihood import rescore
 from flowrl.policy.noise import NoiseModel
 from flowrl.rollout import collect, pad_to_two
 from flowrl.scenes import Scene, fixed_scenes, overlap, training_scenes
-from flowrl.vector_env import close_vector_env
-from toy import SPEC, ToyPolicy, make_toy_envs
+from flowrl.vector_env import close_vector_env, group_sizes, make_vector_envs
+from toy import SPEC, ToyPolicy, make_toy_envs, make_toy_groups
 
 NUM_ENVS = 3
 
@@ -27,6 +27,12 @@ def one_env():
     vec_env = make_toy_envs(1)
     yield vec_env
     close_vector_env(vec_env)
+
+
+@pytest.fixture(scope="module")
+def groups(envs, one_env):
+    """Two groups: of three environments and of one, whose batches are padded."""
+    return [envs, one_env]
 
 
 def noise_model() -> NoiseModel:
@@ -51,6 +57,52 @@ def test_every_scene_gets_one_complete_episode(envs):
 def test_results_do_not_depend_on_the_number_of_environments(envs, one_env):
     many, single = run(envs, noise=noise_model()), run(one_env, noise=noise_model())
     assert [e.record() for e in many.episodes] == [e.record() for e in single.episodes]
+
+
+def test_decisions_do_not_depend_on_environments_or_groups(envs, one_env, groups):
+    many, single, two = (
+        run(vec_envs, noise=noise_model(), keep_decisions=True, keep_final_features=True)
+        for vec_envs in (envs, one_env, groups)
+    )
+    for other in (single, two):
+        assert [e.record() for e in other.episodes] == [e.record() for e in many.episodes]
+        for a, b in zip(many.episodes, other.episodes):
+            np.testing.assert_array_equal(a.actions, b.actions)
+            assert (a.final_features is None) == (b.final_features is None)
+            assert a.final_features is None or torch.equal(a.final_features, b.final_features)
+        assert many.decisions is not None and other.decisions is not None
+        for name in ("states", "log_prob", "features", "num_executed"):
+            assert torch.equal(getattr(many.decisions, name), getattr(other.decisions, name)), name
+        for name in ("episode", "order"):
+            np.testing.assert_array_equal(getattr(many.decisions, name), getattr(other.decisions, name))
+        state, other_state = (d.prefix.tensors["state"] for d in (many.decisions, other.decisions))
+        assert torch.equal(state, other_state)
+
+
+def test_groups_are_equal_and_have_two_environments_at_least():
+    assert group_sizes(96, 2) == [48, 48] and group_sizes(11, 3) == [4, 4, 3]
+    assert group_sizes(3, 2) == [3] and group_sizes(4, 2) == [2, 2] and group_sizes(5, 8) == [3, 2]
+    assert group_sizes(1, 2) == [1] and group_sizes(6, 1) == [6]
+
+
+def test_class_whose_calls_cannot_be_pending_has_one_group():
+    vec_envs = make_vector_envs("toy_inline:ToyInline-v0", 6, {}, SPEC, 2)
+    assert [vec_env.num_envs for vec_env in vec_envs] == [6]
+    inline = run(vec_envs, noise=noise_model())
+    close_vector_env(vec_envs)
+    processes = make_vector_envs("toy_env:ToyReach-v0", 4, {}, SPEC, 2)
+    assert [vec_env.num_envs for vec_env in processes] == [2, 2]
+    assert [e.record() for e in run(processes, noise=noise_model()).episodes] == [
+        e.record() for e in inline.episodes
+    ]
+    close_vector_env(processes)
+
+
+def test_parts_of_the_time_are_within_the_whole(groups):
+    rollout = run(groups, noise=noise_model(), keep_decisions=True)
+    assert set(rollout.seconds) == {"prepare", "sample", "env", "reset"}
+    assert min(rollout.seconds.values()) > 0 and sum(rollout.seconds.values()) <= rollout.wall_s
+    assert rollout.parts()["rounds"] == rollout.rounds == len(rollout.decisions.rounds)
 
 
 def test_repeated_rollout_is_equal_and_another_seed_is_not(envs):
@@ -148,27 +200,38 @@ def test_environment_of_another_library_is_never_stepped_after_its_end():
         close_vector_env(vec_env)
 
 
-def test_dead_process_is_told_in_one_line():
-    vec_env = make_toy_envs(2, "toy_env:ToyDying-v0")
+@pytest.mark.parametrize("sizes", [(2,), (1, 2)])
+def test_dead_process_is_told_in_one_line(sizes):
+    vec_envs = make_toy_groups(sizes, "toy_env:ToyDying-v0")
     try:
         with pytest.raises(FlowRLError, match="process died"):
-            collect(ToyPolicy(), vec_env, fixed_scenes(5, 4), None, early_stop=False)
+            collect(ToyPolicy(), vec_envs, fixed_scenes(5, 4), None, early_stop=False)
     finally:
-        close_vector_env(vec_env, failed=True)
+        close_vector_env(vec_envs, failed=True)
 
 
-def test_actions_that_are_not_finite_are_refused(envs):
+def test_actions_that_are_not_finite_are_refused_and_leave_the_environments_usable(groups):
     policy = ToyPolicy()
     with torch.no_grad():
         policy.module["field"][-1].bias[0] = float("nan")
-    with pytest.raises(FlowRLError, match="not finite in scene 5:0"):
-        collect(policy, envs, fixed_scenes(5, 3), None, early_stop=False)
+    for _ in range(2):
+        with pytest.raises(FlowRLError, match=r"not finite in scene 5:\d"):
+            collect(policy, groups, fixed_scenes(5, 6), None, early_stop=False)
+    assert all(e.terminated or e.truncated for e in run(groups).episodes)
 
 
-def test_stopped_rollout_says_so(envs):
-    asked = iter([False, True])
-    rollout = run(envs, should_stop=lambda: next(asked))
-    assert rollout.interrupted and rollout.decisions is None and rollout.rounds == 1
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3])
+def test_stopped_rollout_says_so_and_leaves_the_environments_usable(groups, rounds):
+    expected = [e.record() for e in run(groups).episodes]
+    asked = []
+
+    def should_stop() -> bool:
+        asked.append(len(asked) > rounds)
+        return asked[-1]
+
+    rollout = run(groups, should_stop=should_stop)
+    assert rollout.interrupted and rollout.decisions is None and rollout.rounds <= rounds + 1
+    assert [e.record() for e in run(groups).episodes] == expected
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from chess_env.env import ChessPickEnv
 from chess_env.expert import Expert, ExpertAgent
 from flowrl.config import EvalConfig, parse_env_kwargs, parse_rename
+from flowrl.episode import Episode
 from flowrl.plain import predict_chunk
 from flowrl.policy.interface import FlowPolicy
-from flowrl.rollout import Episode
 from flowrl.vector_env import check_spaces
 
 Act = Callable[[Any, Episode], NDArray[np.float32]]

@@ -15,12 +15,12 @@ from chess_apps.agents import Act, PolicyAgent, scripted_agent
 from chess_apps.config import PlayConfig
 from chess_env.opengl import has_display
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs
+from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.metrics import wilson_interval
 from flowrl.plain import play_episode
 from flowrl.preset import load_preset, with_preset, with_preset_env_kwargs
 from flowrl.record import describe_machine, write_json, writing
-from flowrl.rollout import Episode
 from flowrl.scenes import Scene
 from flowrl.vector_env import environment_errors, find_spec
 from flowrl.video import VideoWriter, rendered_frames

@@ -27,6 +27,7 @@ from flowrl.checks import (
 )
 from flowrl.config import (
     CheckConfig,
+    EvalConfig,
     TrainConfig,
     check_config,
     parse_env_kwargs,
@@ -52,8 +53,9 @@ from flowrl.vector_env import (
     check_spaces,
     close_vector_env,
     find_spec,
+    group_sizes,
     make_single_env,
-    make_vector_env,
+    make_vector_envs,
     resolve_env_kwargs,
 )
 
@@ -94,19 +96,17 @@ class _Session:
         self.environment = {"id": config.env_id, "kwargs": {**spec.kwargs, **self.kwargs}}
         self.scenes = fixed_scenes(config.seed, config.same_episodes)
         self.out = Path(config.out or Path("outputs/check") / policy_name(config.policy))
-        self.vec_env: VectorEnv | None = None
+        self.vec_envs: list[VectorEnv] = []
 
     def __enter__(self) -> "_Session":
         episodes = max(self.config.same_episodes, self.config.noise_episodes)
-        self.vec_env = make_vector_env(
-            self.config.env_id, min(self.config.workers, episodes), self.kwargs, self.policy.spec
-        )
-        check_spaces(self.vec_env, self.policy.spec)
+        count, pipeline = min(self.config.workers, episodes), self.train_config.pipeline
+        self.vec_envs = make_vector_envs(self.config.env_id, count, self.kwargs, self.policy.spec, pipeline)
+        check_spaces(self.vec_envs[0], self.policy.spec)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        assert self.vec_env is not None
-        close_vector_env(self.vec_env, failed=error is not None)
+        close_vector_env(self.vec_envs, failed=error is not None)
 
     def load_as(self, expert_dtype: str, path: str | None = None) -> FlowPolicy:
         rename = parse_rename(self.config.rename)
@@ -127,13 +127,13 @@ class _Session:
             )  # fmt: skip
             return records
 
-        loaded = self.load_as("loaded")
+        loaded, pipeline = self.load_as("loaded"), EvalConfig.pipeline
         plain = run(run_plain, loaded, "plain, expert as loaded")
-        batched = run(run_fast, loaded, "--fast", config.workers)
-        single = run(run_fast, loaded, "training's path, expert as loaded", 1)
+        batched = run(run_fast, loaded, "--fast", config.workers, pipeline)
+        single = run(run_fast, loaded, "training's path, expert as loaded", 1, 1)
         plain_float32 = run(run_plain, self.policy, f"plain, expert in {self.expert_dtype}")
-        single_float32 = run(run_fast, self.policy, f"training's path, expert in {self.expert_dtype}", 1)
-        size = min(config.workers, len(self.scenes))
+        single_float32 = run(run_fast, self.policy, f"training's path, expert in {self.expert_dtype}", 1, 1)
+        size = group_sizes(min(config.workers, len(self.scenes)), pipeline)[0]
         on_cpu = self.device.type == "cpu"
         rows = [
             compare_records(f"(a) --fast, batches of {size}", plain, batched, required=on_cpu or size == 1),
@@ -148,7 +148,6 @@ class _Session:
 
     def noise_and_likelihood(self) -> list[CheckResult]:
         """Both need chains that were collected with the noises."""
-        assert self.vec_env is not None
         config, own = self.config, self.own_noise()
         default = self._noise(TrainConfig())
         likelihood_rows = likelihood(_describe(default), self.policy, self.collect(default), default)
@@ -197,10 +196,9 @@ class _Session:
 
     def collect(self, noise: NoiseModel) -> Decisions:
         """Chains of complete episodes with the noise."""
-        assert self.vec_env is not None
         with Progress(f"collect with {_describe(noise)}", len(self.scenes), "episode") as progress:
             rollout = collect(
-                self.policy, self.vec_env, self.scenes, noise, early_stop=False, keep_decisions=True,
+                self.policy, self.vec_envs, self.scenes, noise, early_stop=False, keep_decisions=True,
                 default_task=self.config.task, on_episode=lambda _: progress.advance(),
             )  # fmt: skip
         assert rollout.decisions is not None
@@ -229,11 +227,10 @@ class _Session:
         return make_noise(flags, self.policy, features.shape[1])
 
     def _validate(self, noise: NoiseModel | None) -> list[dict[str, Any]]:
-        assert self.vec_env is not None
         scenes = fixed_scenes(self.config.noise_seed, self.config.noise_episodes)
         label = f"noise: {'none' if noise is None else _describe(noise)}"
         return validate(
-            self.policy, self.vec_env, scenes, label=label, default_task=self.config.task, noise=noise
+            self.policy, self.vec_envs, scenes, label=label, default_task=self.config.task, noise=noise
         )
 
     def _starts(self) -> list[Any]:

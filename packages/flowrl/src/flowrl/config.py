@@ -34,7 +34,7 @@ class TrainConfig:
     """Folder for the record and the checkpoints; new without --resume. Empty: runs/<name of the policy>."""
     resume: bool = False
     """Go on with the run in --out from its newest checkpoint, with its flags. Only --iterations, --val-every, --save-every,
-    --envs, --device, --torch-threads and --offload may be given anew."""
+    --envs, --pipeline, --device, --torch-threads and --offload may be given anew."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -49,6 +49,9 @@ class TrainConfig:
     """Iterations: each collects episodes, then updates the weights."""
     envs: int = 10
     """Environments that run side by side."""
+    pipeline: int = 2
+    """Groups that the environments are dealt into, of at least two: while some simulate, another has its chunks sampled. The
+    results are the same, on a GPU up to the rounding of batches of another size."""
     episodes: int = 100
     """Training episodes an iteration."""
     seconds: float = 20.0
@@ -152,6 +155,8 @@ class EvalConfig:
     """Seed of the scenes."""
     workers: int = 10
     """Environments that run side by side, with --fast."""
+    pipeline: int = 2
+    """Groups that these are dealt into, of at least two: while some simulate, another has its chunks sampled."""
     seconds: float = 20.0
     """Time limit of an episode [s], for environments that take a `seconds` argument."""
     fast: bool = False
@@ -223,6 +228,7 @@ def flag(name: str) -> str:
 
 AT_LEAST_ONE = (
     "envs",
+    "pipeline",
     "episodes",
     "val_episodes",
     "val_every",

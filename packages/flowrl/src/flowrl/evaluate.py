@@ -10,6 +10,7 @@ import gymnasium
 
 from flowrl.checkpoint import RECORD, read_meta, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.exploration import load_noise
 from flowrl.metrics import (
@@ -25,7 +26,6 @@ from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import tell
 from flowrl.record import describe_machine, write_json
-from flowrl.rollout import Episode
 from flowrl.scenes import Scene, fixed_scenes
 from flowrl.sub_environment import make_environment
 from flowrl.train import LoadPolicy, prepare_torch
@@ -35,8 +35,9 @@ from flowrl.vector_env import (
     close_vector_env,
     environment_errors,
     find_spec,
+    group_sizes,
     make_single_env,
-    make_vector_env,
+    make_vector_envs,
     resolve_env_kwargs,
 )
 from flowrl.video import ACTIONS, VIDEOS, check_can_render, find_encoder, record_videos, save_actions
@@ -119,7 +120,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         **{name: getattr(config, name) for name in ("seconds", "fast", "noise", "expert_fp32")},
         "device_type": device.type,
         "torch_threads": config.torch_threads,  # threads and, on a GPU, the batch size choose kernels
-        "batch": min(config.workers, config.episodes) if config.fast and device.type != "cpu" else None,
+        "batch": largest_batch(config) if config.fast and device.type != "cpu" else None,
         "versions": machine["versions"],
     }
     settings = json.loads(json.dumps(settings))
@@ -153,6 +154,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
             kwargs,
             scenes,
             config.workers,
+            config.pipeline,
             label=path,
             default_task=config.task,
             noise=noise,
@@ -219,6 +221,7 @@ def run_fast(
     env_kwargs: Mapping[str, Any],
     scenes: Sequence[Scene],
     workers: int,
+    pipeline: int = 1,
     *,
     label: str,
     default_task: str = "",
@@ -226,13 +229,13 @@ def run_fast(
     on_episode: Callable[[Episode], None] = lambda _: None,
 ) -> tuple[list[dict[str, Any]], LogMetrics]:
     """One record per scene, batched over `workers` environments by the trainer's rollout, and what to report of them."""
-    vec_env = make_vector_env(env_id, min(workers, len(scenes)), env_kwargs, policy.spec)
+    vec_envs = make_vector_envs(env_id, min(workers, len(scenes)), env_kwargs, policy.spec, pipeline)
     failed = True
     try:
-        check_spaces(vec_env, policy.spec)
+        check_spaces(vec_envs[0], policy.spec)
         records = validate(
             policy,
-            vec_env,
+            vec_envs,
             scenes,
             label=label,
             default_task=default_task,
@@ -241,8 +244,8 @@ def run_fast(
         )
         failed = False
     finally:
-        close_vector_env(vec_env, failed)
-    return records, log_metrics_of(vec_env)
+        close_vector_env(vec_envs, failed)
+    return records, log_metrics_of(vec_envs[0])
 
 
 def run_plain(
@@ -293,6 +296,11 @@ def describe(numbers: Mapping[str, Any]) -> str:
         return f"{numbers['successes']}/{numbers['episodes']} = {numbers['success']:.1%} ({low:.1%} to {high:.1%})"
     interval = _interval_text(numbers["return_ci95"], ".4g")
     return f"return {numbers['return']:.4g}{interval}, {numbers['episodes']} episodes"
+
+
+def largest_batch(config: EvalConfig) -> int:
+    """Observations that --fast encodes at once."""
+    return group_sizes(min(config.workers, config.episodes), config.pipeline)[0]
 
 
 def policy_name(path: str) -> str:

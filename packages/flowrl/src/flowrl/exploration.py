@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gymnasium.vector import VectorEnv
-
 from flowrl.checkpoint import load_training_state
 from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
@@ -15,6 +13,7 @@ from flowrl.policy.noise import NoiseModel
 from flowrl.randomness import random_state, restore_random_state
 from flowrl.scenes import Scene
 from flowrl.validate import validate
+from flowrl.vector_env import Environments
 
 _ALWAYS = ("basis", "num_modes")
 _BY_KIND = ("kind", "sigma_start", "sigma_end", "learn_sigma", "num_features", "flow_sde_level")
@@ -59,7 +58,11 @@ def load_noise(path: str | Path, policy: FlowPolicy) -> NoiseModel:
 
 
 def measure_noise_tax(
-    policy: FlowPolicy, vec_env: VectorEnv, scenes: Sequence[Scene], noise: NoiseModel, default_task: str = ""
+    policy: FlowPolicy,
+    vec_env: Environments,
+    scenes: Sequence[Scene],
+    noise: NoiseModel,
+    default_task: str = "",
 ) -> dict[str, Any]:
     """Runs the scenes without the noise and with it; see `noise_tax`.
 

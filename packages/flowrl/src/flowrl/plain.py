@@ -13,11 +13,11 @@ import gymnasium
 import numpy as np
 import torch
 
+from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import episode_noise
 from flowrl.policy.interface import FlowPolicy
 from flowrl.progress import Progress
-from flowrl.rollout import Episode
 from flowrl.scenes import Scene
 from flowrl.vector_env import environment_errors
 

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from flowrl.checkpoint import TrainingState
 
 ARGS = "args.json"
-MAY_CHANGE = ("iterations", "val_every", "save_every", "envs", "device", "torch_threads", "offload")
+MAY_CHANGE = (
+    "iterations",
+    "val_every",
+    "save_every",
+    "envs",
+    "pipeline",
+    "device",
+    "torch_threads",
+    "offload",
+)
 """Flags that another start of the same run may set: its length, its schedule, and the machine it runs on."""
 OF_A_START = ("out", "resume")
 NEEDED = (

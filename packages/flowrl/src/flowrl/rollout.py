@@ -1,71 +1,30 @@
-"""Complete episodes from a vector environment, with the policy batched over the environments that are live.
+"""Complete episodes from vector environments, with the policy batched over the environments that are live.
 
-A round is: reset environments that get a new scene, encode the live observations, sample a chunk for each, step.
-Results do not depend on the number of environments: noise belongs to the episode and the decision, and a batch of one
-is padded to two with a repeat, because other kernels (with other rounding) run at batch size one. Episodes are counted
-by who started first, so short ones are not favoured.
+A round of a group of environments is: reset those that get a new scene, encode the live observations, sample a chunk for
+each, step. With several groups the others simulate meanwhile (`fleet`).
+Results do not depend on the number of environments or groups: noise belongs to the episode and the decision, and a batch
+of one is padded to two with a repeat, because other kernels (with other rounding) run at batch size one. Episodes are
+counted by who started first, so short ones are not favoured.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from torch import Tensor
 
+from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
+from flowrl.fleet import Fleet, Group
 from flowrl.flow.sampler import Chain, episode_noise, sample_chain
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.prefix import Offload, Prefix, PrefixStore, join_rows
 from flowrl.scenes import Scene
 from flowrl.sub_environment import select_rows
-from flowrl.vector_env import environment_errors, info_of
-
-
-@dataclass
-class Episode:
-    """One complete episode.
-
-    `rewards`, `num_executed` (targets of the chunk that ran before the episode ended) and `actions` (the chunk, float32
-    (T, A), in the environment's units) have an entry per decision.
-    `metrics` is the environment's `info["episode_metrics"]`; `final_features` (F,) are the critic's features of the last
-    observation, kept for truncated episodes that are bootstrapped.
-    """
-
-    number: int
-    scene: Scene
-    task: str
-    torch_seed: int
-    reset_info: dict[str, Any]
-    rewards: list[float] = field(default_factory=list)
-    num_executed: list[int] = field(default_factory=list)
-    actions: list[np.ndarray] = field(default_factory=list)
-    terminated: bool = False
-    truncated: bool = False
-    metrics: dict[str, Any] = field(default_factory=dict)
-    final_features: Tensor | None = None
-
-    @property
-    def return_(self) -> float:
-        """Undiscounted sum of the rewards."""
-        return float(sum(self.rewards))
-
-    def record(self) -> dict[str, Any]:
-        """What is reported of the episode: scene, length, return, and the environment's own metrics."""
-        own = {
-            "index": self.scene.index,
-            "seed": self.scene.seed,
-            "decisions": len(self.rewards),
-            "return": self.return_,
-        }
-        about: dict[str, Any] = {
-            name: self.reset_info[name] for name in ("piece", "square", "task") if name in self.reset_info
-        }
-        return {**own, **about, **self.metrics}
+from flowrl.vector_env import Environments, group_list
 
 
 @dataclass
@@ -97,13 +56,16 @@ class Decisions:
 class Rollout:
     """Episodes in the order of their scenes, their decisions when they were kept, and where the time went.
 
-    seconds: prepare (encode), sample (denoise; on a GPU the encoding's tail is in here too), env, reset.
+    seconds: prepare (encode), sample (denoise; on a GPU the encoding's tail is in here too), env and reset (what was waited
+    for the environments, and the messages to and from them); they do not overlap, and bookkeeping is in none.
+    wall_s: from the start to the end [s]. rounds: batches that were sampled.
     interrupted: the rollout was told to stop, and its episodes are not complete.
     """
 
     episodes: list[Episode]
     decisions: Decisions | None
     seconds: dict[str, float]
+    wall_s: float
     rounds: int
     interrupted: bool = False
 
@@ -114,7 +76,7 @@ class Rollout:
 
 def collect(
     policy: FlowPolicy,
-    vec_env: VectorEnv,
+    vec_env: Environments,
     scenes: Sequence[Scene],
     noise: NoiseModel | None,
     *,
@@ -130,7 +92,8 @@ def collect(
 
     Args:
         policy: The policy, in eval mode.
-        vec_env: Vector environment with autoreset disabled; environments that are not needed are not reset.
+        vec_env: Vector environment with autoreset disabled, or several of one kind, of which some simulate while another has
+            its chunks sampled. Environments that are not needed are not reset.
         scenes: One per episode.
         noise: Exploration noise, or None for the deterministic policy.
         early_stop: Value of that reset option, where the environment knows it.
@@ -139,136 +102,79 @@ def collect(
         default_task: Instruction where the environment gives none.
         offload: Where the kept prefixes wait for the update, see `PrefixStore`.
         on_episode: Called at the end of each episode.
-        should_stop: Asked before every round; True abandons the rollout.
+        should_stop: Asked before every wait for the environments; True abandons the rollout.
 
     Raises:
         FlowRLError: failing environment, no instruction, or actions that are not finite.
     """
-    fleet = _Fleet(vec_env, scenes, early_stop, default_task, policy.takes_instruction)
     kept: list[tuple[Chain, Tensor, list[tuple[int, int]]]] = []
     store = PrefixStore(offload, policy.device)
-    seconds = dict.fromkeys(("prepare", "sample", "env", "reset"), 0.0)
+    clock = _Clock("prepare", "sample", "env", "reset")
     rounds = 0
-    while True:
-        if should_stop():
-            return Rollout(fleet.episodes, None, seconds, rounds, interrupted=True)
-        clock = time.perf_counter()
-        fleet.reset_free()
-        seconds["reset"] += time.perf_counter() - clock
-        live = fleet.live()
-        if not live:
-            break
+    with Fleet(group_list(vec_env), scenes, early_stop, default_task, policy.takes_instruction) as fleet:
+        fleet.begin()
+        clock.count("reset")
+        while fleet.busy:
+            if should_stop():
+                episodes = fleet.ordered_episodes()
+                return Rollout(episodes, None, clock.seconds, clock.wall_s, rounds, interrupted=True)
+            group, what = fleet.wait()
+            clock.count(what)
+            if keep_final_features:
+                _add_final_features(policy, group)
+                clock.count("prepare")
+            if on_episode is not None:
+                for episode in group.finished.values():
+                    on_episode(episode)
+            if group.begin_reset():
+                clock.count("reset")
+                continue
+            if not group.episodes:
+                continue
 
-        clock = time.perf_counter()
-        rows = pad_to_two(sorted(live))
-        episodes = [live[row] for row in rows]
-        prefix = policy.encode(select_rows(fleet.observation, np.array(rows)), [e.task for e in episodes])
-        seconds["prepare"] += time.perf_counter() - clock
+            clock.count(None)
+            live = group.episodes
+            rows = pad_to_two(list(live))
+            episodes = [live[row] for row in rows]
+            prefix = policy.encode(select_rows(group.observation, np.array(rows)), [e.task for e in episodes])
+            clock.count("prepare")
+            chain = _sample(policy, prefix, episodes, noise)
+            actions = _to_actions(policy, chain, episodes)
+            clock.count("sample")
+            where = [(episode.number, len(episode.rewards)) for episode in live.values()]
+            group.begin_step(dict(zip(live, actions)))  # of a padded pair the row that is kept
+            clock.count("env")
+            if keep_decisions:  # while the environments simulate
+                prefix, chain, features = _without_padding(policy, prefix, chain, len(where))
+                store.add(prefix)
+                kept.append((chain, features, where))
+            rounds += 1
+        decisions = _join(kept, store, fleet.episodes) if kept else None
+        return Rollout(fleet.ordered_episodes(), decisions, clock.seconds, clock.wall_s, rounds)
 
-        clock = time.perf_counter()
-        chain = _sample(policy, prefix, episodes, noise)
-        actions = policy.unnormalize(chain.actions[..., : policy.spec.action_dim]).float().cpu().numpy()
-        _check_actions(actions, episodes)
-        if keep_decisions:
-            where = [(live[row].number, len(live[row].rewards)) for row in sorted(live)]
-            prefix, chain, features = _without_padding(policy, prefix, chain, len(where))
-            store.add(prefix)
-            kept.append((chain, features, where))
-        seconds["sample"] += time.perf_counter() - clock
 
-        clock = time.perf_counter()
-        finished = fleet.step(dict(zip(sorted(live), actions)))  # of a padded pair the row that is kept
-        seconds["env"] += time.perf_counter() - clock
-        if keep_final_features:
-            _add_final_features(policy, fleet, finished)
-        if on_episode is not None:
-            for episode in finished.values():
-                on_episode(episode)
-        rounds += 1
-    return Rollout(fleet.episodes, _join(kept, store, fleet.episodes) if kept else None, seconds, rounds)
+class _Clock:
+    """Counts the time since the last count to a part; `None` counts it to none."""
+
+    def __init__(self, *parts: str) -> None:
+        self.seconds = dict.fromkeys(parts, 0.0)
+        self._start = self._last = time.perf_counter()
+
+    def count(self, part: str | None) -> None:
+        now = time.perf_counter()
+        if part is not None:
+            self.seconds[part] += now - self._last
+        self._last = now
+
+    @property
+    def wall_s(self) -> float:
+        """Time since the start [s]."""
+        return time.perf_counter() - self._start
 
 
 def pad_to_two(rows: list[int]) -> list[int]:
     """A batch of one becomes two equal rows: batch size one runs other kernels, with other rounding."""
     return rows * 2 if len(rows) == 1 else rows
-
-
-class _Fleet:
-    """Deals scenes to environments, and keeps their episodes and last observations."""
-
-    def __init__(
-        self,
-        vec_env: VectorEnv,
-        scenes: Sequence[Scene],
-        early_stop: bool,
-        default_task: str,
-        takes_instruction: bool,
-    ) -> None:
-        self.vec_env = vec_env
-        self.options = tuple(vec_env.metadata.get("reset_options", ()))
-        self.waiting = list(enumerate(scenes))[::-1]
-        self.early_stop = early_stop
-        self.default_task, self.takes_instruction = default_task, takes_instruction
-        self.episodes: list[Episode] = []
-        self.current: dict[int, Episode] = {}  # environment -> the episode that it runs
-        self.observation: Any = None
-        shape = vec_env.single_action_space.shape
-        self.actions = np.zeros((vec_env.num_envs, *(shape or ())), dtype=np.float32)
-
-    def live(self) -> dict[int, Episode]:
-        return dict(self.current)
-
-    def reset_free(self) -> None:
-        """Starts the next scenes on the environments that are free."""
-        free = [env for env in range(self.vec_env.num_envs) if env not in self.current]
-        started = {env: self.waiting.pop() for env in free[: len(self.waiting)]}
-        if not started:
-            return
-        mask = np.zeros(self.vec_env.num_envs, dtype=np.bool_)
-        mask[list(started)] = True
-        seeds: list[int | None] = [None] * self.vec_env.num_envs
-        options: dict[str, Any] = {"reset_mask": mask}
-        if "early_stop" in self.options:
-            options["early_stop"] = self.early_stop
-        if "index" in self.options:
-            options["index"] = np.zeros(self.vec_env.num_envs, dtype=np.int64)
-        for env, (_, scene) in started.items():
-            seeds[env] = scene.seed if "index" in self.options else scene.derived_seed
-            if "index" in self.options:
-                options["index"][env] = scene.index
-        with environment_errors("resetting the environments"):
-            self.observation, infos = self.vec_env.reset(seed=seeds, options=options)
-        for env, (number, scene) in started.items():
-            info = info_of(infos, env)
-            task = info.get("task") or self.default_task
-            if not task and self.takes_instruction:
-                raise FlowRLError(
-                    'the environment gives no instruction in info["task"]; give one with --task'
-                )
-            torch_seed = int(info.get("torch_seed", scene.torch_seed))
-            episode = Episode(number, scene, task, torch_seed, reset_info=info)
-            self.current[env] = episode
-            self.episodes.append(episode)
-
-    def step(self, actions: Mapping[int, np.ndarray]) -> dict[int, Episode]:
-        """Steps the live environments; returns those whose episode has ended."""
-        for env, action in actions.items():
-            self.actions[env] = action
-        with environment_errors("stepping the environments"):
-            self.observation, rewards, terminated, truncated, infos = self.vec_env.step(self.actions)
-        finished = {}
-        for env, episode in self.live().items():
-            info = info_of(infos, env)
-            episode.actions.append(self.actions[env].copy())
-            episode.rewards.append(float(rewards[env]))
-            episode.num_executed.append(int(info.get("num_executed_frames", self.actions.shape[1])))
-            if terminated[env] or truncated[env]:
-                episode.terminated, episode.truncated = bool(terminated[env]), bool(truncated[env])
-                episode.metrics = dict(info.get("episode_metrics", {}))
-                if "is_success" in info:
-                    episode.metrics.setdefault("success", bool(info["is_success"]))
-                finished[env] = self.current.pop(env)
-        return finished
 
 
 def _sample(
@@ -283,13 +189,20 @@ def _sample(
     return sample_chain(policy, prefix, x_0, noise, eps)
 
 
-def _check_actions(actions: np.ndarray, episodes: Sequence[Episode]) -> None:
+def _to_actions(policy: FlowPolicy, chain: Chain, episodes: Sequence[Episode]) -> np.ndarray:
+    """The chunks in the environment's units, float32 (B, T, A)."""
+    if policy.device.type == "cuda":  # a plain copy would spin on a core that a simulator needs
+        done = torch.cuda.Event(blocking=True)
+        done.record(torch.cuda.current_stream(policy.device))
+        done.synchronize()
+    actions = policy.unnormalize(chain.actions[..., : policy.spec.action_dim]).float().cpu().numpy()
     bad = ~np.isfinite(actions).reshape(len(actions), -1).all(axis=1)
     if bad.any():
         scene = episodes[int(np.argmax(bad))].scene
         raise FlowRLError(
             f"the policy's actions are not finite in scene {scene.seed}:{scene.index}; its weights or normalization are broken"
         )
+    return actions
 
 
 def _without_padding(
@@ -303,21 +216,24 @@ def _without_padding(
     return prefix, chain, features
 
 
-def _add_final_features(policy: FlowPolicy, fleet: _Fleet, finished: Mapping[int, Episode]) -> None:
+def _add_final_features(policy: FlowPolicy, group: Group) -> None:
     """Encodes the last observations of truncated episodes; without autoreset the step returned them."""
+    finished = group.finished
     truncated = [env for env, episode in finished.items() if episode.truncated and not episode.terminated]
     if not truncated:
         return
-    rows = pad_to_two(sorted(truncated))
+    rows = pad_to_two(truncated)
     prefix = policy.encode(
-        select_rows(fleet.observation, np.array(rows)), [finished[row].task for row in rows]
+        select_rows(group.observation, np.array(rows)), [finished[row].task for row in rows]
     )
     for row, features in zip(rows, policy.prefix_features(prefix).float()):
         finished[row].final_features = features
 
 
 def _join(
-    kept: list[tuple[Chain, Tensor, list[tuple[int, int]]]], store: PrefixStore, episodes: Sequence[Episode]
+    kept: list[tuple[Chain, Tensor, list[tuple[int, int]]]],
+    store: PrefixStore,
+    episodes: Mapping[int, Episode],
 ) -> Decisions:
     """The rounds' batches as one; the pieces are freed tensor by tensor, so the peak is little above the result."""
     where = np.array([place for *_, places in kept for place in places])

@@ -33,7 +33,7 @@ from flowrl.rollout import Rollout, collect
 from flowrl.scenes import check_disjoint, fixed_scenes, training_scenes
 from flowrl.stop import StopRequest
 from flowrl.validate import episode_records, log_metrics_of, summary, validate, validation_bound
-from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
+from flowrl.vector_env import check_spaces, close_vector_env, find_spec, make_vector_envs, resolve_env_kwargs
 
 LoadPolicy = Callable[..., FlowPolicy]
 
@@ -104,16 +104,16 @@ class Run:
         spec = find_spec(config.env_id)
         self.env_kwargs = parse_env_kwargs(config.env_kwargs)
         kwargs = resolve_env_kwargs(spec, self.env_kwargs, config.seconds, self.policy.spec)
-        self.vec_env = make_vector_env(config.env_id, config.envs, kwargs, self.policy.spec)
-        self.failed = False
-        self.log_metrics = log_metrics_of(self.vec_env)
+        sizes, pipeline = self.policy.spec, config.pipeline
+        self.vec_envs = make_vector_envs(config.env_id, config.envs, kwargs, sizes, pipeline)
+        self.failed, self.log_metrics = False, log_metrics_of(self.vec_envs[0])
         self.iteration, self.next_index, self.best_iteration = 0, 0, -1
         self.best_bound: float | None = None
         self.pending: dict[str, Any] | None = empty_line(0, self.log_metrics)
         self._last_is_current = False
         try:
-            check_spaces(self.vec_env, self.policy.spec)
-            if "index" not in self.vec_env.metadata.get("reset_options", ()):
+            check_spaces(self.vec_envs[0], self.policy.spec)
+            if "index" not in self.vec_envs[0].metadata.get("reset_options", ()):
                 check_disjoint(config)
             self._build_learner(device)
             if config.resume:
@@ -127,7 +127,7 @@ class Run:
                 environment = {
                     "id": config.env_id,
                     "kwargs": {**spec.kwargs, **kwargs},
-                    "reward_weights": self.vec_env.metadata.get("reward_weights"),
+                    "reward_weights": self.vec_envs[0].metadata.get("reward_weights"),
                 }
                 args = {
                     "flags": dataclasses.asdict(config),
@@ -136,12 +136,12 @@ class Run:
                 }
                 self.record = Record(self.out, args | describe_machine(device, config.env_id))
         except FlowRLError:
-            close_vector_env(self.vec_env, failed=True)
+            close_vector_env(self.vec_envs, failed=True)
             raise
 
     def _build_learner(self, device: torch.device) -> None:
         config = self.config
-        blank = create_empty_array(self.vec_env.single_observation_space, n=2, fn=np.zeros)
+        blank = create_empty_array(self.vec_envs[0].single_observation_space, n=2, fn=np.zeros)
         features = self.policy.prefix_features(self.policy.encode(blank, ["task"] * 2))
         self.noise = make_noise(config, self.policy, features.shape[1])
         if not config.resume and (other := changed_noise(config.policy, self.noise)):
@@ -198,7 +198,7 @@ class Run:
             try:
                 return collect(
                     self.policy,
-                    self.vec_env,
+                    self.vec_envs,
                     training_scenes(config.train_seed, self.next_index, config.episodes),
                     self.noise,
                     early_stop=config.early_stop,
@@ -213,7 +213,7 @@ class Run:
                 if not stop.requested:
                     raise
                 self.failed = True  # the signal went to the whole process group and ended the workers too
-                return Rollout([], None, {}, 0, interrupted=True)
+                return Rollout([], None, {}, 0.0, 0, interrupted=True)
 
     def learn(self, iteration: int, rollout: Rollout) -> dict[str, Any]:
         """Advantages and update; returns the iteration's line of the log, still without validation."""
@@ -256,7 +256,7 @@ class Run:
                 "explained_variance": explained_variance(values, returns),
                 "sigma_mean": float(sigma.mean()),
                 "entropy": float(gaussian_entropy(sigma).mean()),
-                "rollout_s": round(sum(rollout.seconds.values()), 3),
+                "rollout_s": round(rollout.wall_s, 3),
                 "rollout_parts": rollout.parts(),
                 "update_s": round(time.perf_counter() - start, 3),
             }
@@ -310,7 +310,7 @@ class Run:
             return
         scenes = fixed_scenes(config.val_seed, config.noise_tax_episodes)
         try:
-            tax = measure_noise_tax(self.policy, self.vec_env, scenes, self.noise, config.task)
+            tax = measure_noise_tax(self.policy, self.vec_envs, scenes, self.noise, config.task)
         except FlowRLError:
             if not stop.requested:
                 raise
@@ -326,7 +326,7 @@ class Run:
             with self.average.applied():
                 records = validate(
                     self.policy,
-                    self.vec_env,
+                    self.vec_envs,
                     fixed_scenes(self.config.val_seed, self.config.val_episodes),
                     label=f"iteration {self.iteration}: validation",
                     default_task=self.config.task,
@@ -376,7 +376,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.record.close()
-        close_vector_env(self.vec_env, failed=self.failed or error is not None)
+        close_vector_env(self.vec_envs, failed=self.failed or error is not None)
 
 
 def prepare_torch(device: str, num_threads: int) -> torch.device:

@@ -6,18 +6,20 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.metrics import SUCCESS_ONLY, LogMetrics, mean_interval, summarize_episodes, wilson_interval
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.progress import Progress
-from flowrl.rollout import Episode, Rollout, collect
+from flowrl.rollout import Rollout, collect
 from flowrl.scenes import Scene
+from flowrl.vector_env import Environments
 
 
 def validate(
     policy: FlowPolicy,
-    vec_env: VectorEnv,
+    vec_env: Environments,
     scenes: Sequence[Scene],
     *,
     label: str,

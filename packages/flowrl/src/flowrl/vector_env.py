@@ -12,10 +12,12 @@ an environment that has ended alone until it is reset. flowrl reads optional key
 """
 
 import importlib
+import os
 import signal
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -26,27 +28,91 @@ from flowrl.errors import FlowRLError
 from flowrl.policy.interface import FlowSpec
 from flowrl.sub_environment import SubEnvironmentMaker, make_environment
 
+type Environments = VectorEnv | Sequence[VectorEnv]
+"""One vector environment, or several of one kind, of which some simulate while the policy works for another."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> VectorEnv:
-    """Environments in processes of their own, with autoreset disabled.
+
+def make_vector_envs(
+    env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec, pipeline: int
+) -> list[VectorEnv]:
+    """Environments in processes of their own, with autoreset disabled, in `group_sizes` groups.
 
     The environment's own vector class where it registered one that executes chunks, else Gymnasium's AsyncVectorEnv
-    around `sub_environment.make_environment`. The workers ignore
-    SIGINT: on Ctrl-C the trainer decides when they end. All are reset once: an environment that cannot work fails here,
-    and one that a rollout has no episode for may be stepped along.
+    around `sub_environment.make_environment`; one group of a class that is not an AsyncVectorEnv, whose calls cannot
+    be pending. The workers have one thread each, and ignore SIGINT: on Ctrl-C the trainer decides when they end. All are
+    reset once: an environment that cannot work fails here, and one that a rollout has no episode for may be stepped along.
 
     Args:
         env_id: Gymnasium id, `module:id` to import the module that registers it.
-        num_envs: Number of environments.
+        num_envs: Number of environments of all groups together.
         env_kwargs: Arguments of the environment, see `resolve_env_kwargs`.
         policy: The policy's sizes: the chunk, and how much of it is executed.
+        pipeline: Groups at most.
 
     Raises:
         FlowRLError: unknown id, failing import, arguments that the environment refuses, or autoreset enabled.
     """
+    vec_envs: list[VectorEnv] = []
+    try:
+        for size in group_sizes(num_envs, pipeline):
+            vec_envs.append(_start_vector_env(env_id, size, env_kwargs, policy))
+            if not isinstance(vec_envs[0], AsyncVectorEnv) and size < num_envs:
+                close_vector_env(vec_envs.pop())
+                vec_envs.append(_start_vector_env(env_id, num_envs, env_kwargs, policy))
+                break
+        with environment_errors(f"--env-id {env_id}: the first reset failed"):
+            answers = [begin_reset(vec_env, seed=0) for vec_env in vec_envs]
+            for answer in answers:
+                answer()
+    except FlowRLError:
+        close_vector_env(vec_envs, failed=True)
+        raise
+    return vec_envs
+
+
+def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> VectorEnv:
+    """All environments in one group, see `make_vector_envs`."""
+    return make_vector_envs(env_id, num_envs, env_kwargs, policy, 1)[0]
+
+
+def group_sizes(num_envs: int, pipeline: int) -> list[int]:
+    """Environments in each group: equal up to one, and two at least, since a batch of one is computed as one of two."""
+    groups = max(1, min(pipeline, num_envs // 2))
+    return [num_envs // groups + (number < num_envs % groups) for number in range(groups)]
+
+
+def group_list(vec_env: Environments) -> list[VectorEnv]:
+    """The groups, one or several."""
+    return [vec_env] if isinstance(vec_env, VectorEnv) else list(vec_env)
+
+
+def begin_reset(vec_env: VectorEnv, **arguments: Any) -> Callable[[], Any]:
+    """Starts a reset, where the class can; a call of what is returned waits, and returns what `reset` does."""
+    if not isinstance(vec_env, AsyncVectorEnv):
+        return partial(vec_env.reset, **arguments)
+    vec_env.reset_async(**arguments)
+    return vec_env.reset_wait
+
+
+def begin_step(vec_env: VectorEnv, actions: np.ndarray) -> Callable[[], Any]:
+    """Starts a step, where the class can; a call of what is returned waits, and returns what `step` does."""
+    if not isinstance(vec_env, AsyncVectorEnv):
+        return partial(vec_env.step, actions)
+    vec_env.step_async(actions)
+    return vec_env.step_wait
+
+
+def _start_vector_env(
+    env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec
+) -> VectorEnv:
     spec = find_spec(env_id)
     vec_env: VectorEnv | None = None
-    with environment_errors(f"--env-id {env_id}: cannot be made"), _interrupts_ignored():
+    with (
+        environment_errors(f"--env-id {env_id}: cannot be made"),
+        _interrupts_ignored(),
+        _one_thread_each(),
+    ):
         if spec.vector_entry_point is not None:
             vec_env = gymnasium.make_vec(env_id, num_envs=num_envs, **env_kwargs)
             if len(vec_env.single_action_space.shape or ()) != 2:  # no chunks
@@ -64,12 +130,6 @@ def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], p
         raise FlowRLError(
             f"--env-id {env_id}: its vector environment has autoreset mode {mode}; DISABLED is needed"
         )
-    try:
-        with environment_errors(f"--env-id {env_id}: the first reset failed"):
-            vec_env.reset(seed=0)
-    except FlowRLError:
-        close_vector_env(vec_env, failed=True)
-        raise
     return vec_env
 
 
@@ -143,8 +203,14 @@ def check_spaces(env: VectorEnv | gymnasium.Env, policy: FlowSpec) -> None:
     )
 
 
-def close_vector_env(vec_env: VectorEnv, failed: bool = False) -> None:
+def close_vector_env(vec_env: Environments, failed: bool = False) -> None:
     """Ends all workers; after a failure by force, since workers out of step never answer."""
+    with ExitStack() as stack:  # a group that fails leaves none of the others running
+        for group in reversed(group_list(vec_env)):
+            stack.callback(_close, group, failed)
+
+
+def _close(vec_env: VectorEnv, failed: bool) -> None:
     base = vec_env.unwrapped
     if (
         failed and type(base) is AsyncVectorEnv
@@ -193,6 +259,18 @@ def info_of(infos: Mapping[str, Any], env: int) -> dict[str, Any]:
         item = item.item() if isinstance(item, np.generic) else item
         info[name] = None if isinstance(item, float) and np.isnan(item) else item
     return info
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes that are started meanwhile compute with one thread each, unless the caller's environment says otherwise."""
+    missing = [name for name in THREAD_VARIABLES if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, "1"))
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 @contextmanager

@@ -21,11 +21,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.plain import play_episode
 from flowrl.progress import Progress
 from flowrl.record import writing
-from flowrl.rollout import Episode
 from flowrl.scenes import Scene
 from flowrl.vector_env import environment_errors
 
