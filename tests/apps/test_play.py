@@ -141,6 +141,18 @@ def test_video_shows_every_frame_and_holds_the_end(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["play.mp4"]
 
 
+def test_a_position_and_a_square_choose_the_piece(play, no_images):
+    position = "8/8/8/8/4K3/2q5/8/8"  # a white king on e4, a black queen on c3
+    seen = play(replace(SHORT, fen=position, square="c3"))["episodes"]
+    assert [(episode["piece"], episode["square"]) for episode in seen] == [("queen", "c3")] * 2
+    assert "queen on c3" in seen[0]["task"]
+
+
+def test_a_square_without_a_piece_is_one_line():
+    with pytest.raises(FlowRLError, match="d5"):
+        run(replace(SHORT, fen="8/8/8/8/4K3/2q5/8/8", square="d5"))
+
+
 def test_an_interrupted_run_leaves_no_half_file(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

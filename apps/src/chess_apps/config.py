@@ -136,6 +136,10 @@ class PlayConfig:
     """Side of the square images that a policy sees [px]. None: the policy's own, or the environment's default."""
     seconds: float | None = None
     """Time limit of an episode [s]. None: the policy's own, or 20."""
+    fen: str = ""
+    """Position of the pieces in Forsyth-Edwards notation, in place of the scene's own; needs chess_env[fen]. Empty: the scene's own."""
+    square: str = ""
+    """Square of the piece to pick, for example e4. Empty: the scene's own target, or one drawn from the position."""
     env_kwargs: str = "{}"
     """Further arguments of the environment, as JSON, for example '{"randomization": "wide"}'."""
     device: str = "auto"

@@ -31,6 +31,19 @@ END_SHOWN_FRAMES = 30
 """The last picture of an episode, which shows its end, stays for a second."""
 
 
+class ResetOptions(gymnasium.Wrapper):
+    """Adds options to every reset."""
+
+    def __init__(self, env: gymnasium.Env, options: dict[str, Any]) -> None:
+        super().__init__(env)
+        self.options = options
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        return self.env.reset(seed=seed, options={**(options or {}), **self.options})
+
+
 class WindowClosedError(Exception):
     """The user has closed the window."""
 
@@ -126,6 +139,7 @@ def _write_records(
         "policy": (config.policy or DEFAULT_POLICY) if config.agent == "policy" else None,
         "seed": config.seed,
         "first_index": config.first_index,
+        "fen": config.fen or None,
         "environment": {"id": ENV_ID, "kwargs": {**spec.kwargs, **arguments}},
         **describe_machine(device),
         "episodes": records,
@@ -169,6 +183,8 @@ def _arguments(config: PlayConfig) -> dict[str, Any]:
     for name in ("distractors", "image_size", "seconds"):
         if getattr(config, name) is not None:
             given[name] = getattr(config, name)
+    if config.fen:
+        given.setdefault("pieces", "all")
     return given
 
 
@@ -196,4 +212,6 @@ def _make_env(config: PlayConfig, arguments: dict[str, Any]) -> gymnasium.Env:
     )
     render_mode = "rgb_array_list" if config.video else "human" if window else None
     with environment_errors("making the environment"):
-        return gymnasium.make(ENV_ID, render_mode=render_mode, **arguments)
+        env = gymnasium.make(ENV_ID, render_mode=render_mode, **arguments)
+    position = {name: getattr(config, name) for name in ("fen", "square") if getattr(config, name)}
+    return ResetOptions(env, position) if position else env
