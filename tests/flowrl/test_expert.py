@@ -167,3 +167,32 @@ def test_a_policy_with_one_way_refuses_another():
     x_t, time = torch.randn(4, 4, 3), torch.rand(4)
     expected = toy.velocity(x_t, time, prefix.repeat_interleave(2))
     assert torch.equal(toy.velocity_field(prefix, 2)(x_t, time), expected)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_fused_encoder_gives_lerobots_prefix_up_to_rounding(policy, fused, make_observation, batch):
+    ours, expected = (uneven_prefix(p, make_observation, batch).tensors for p in (fused, policy))
+    assert torch.equal(ours["pad_mask"], expected["pad_mask"])
+    for name in ("keys", "values"):
+        assert ours[name].shape == expected[name].shape
+        valid = expected["pad_mask"][:, None, None, :, None].expand_as(expected[name])
+        torch.testing.assert_close(ours[name][valid], expected[name][valid], rtol=1e-4, atol=1e-5)
+
+
+def test_a_fused_chunk_from_images_is_lerobots_to_a_hundredth_of_a_degree(fused, make_observation, tasks):
+    observation, x_0 = make_observation(3), torch.randn(3, 50, 6)
+    chain = sample_chain(fused, fused.encode(observation, tasks(3)), x_0)
+    expected = fused.predict_action_chunk(observation, tasks(3), x_0)
+    assert (fused.unnormalize(chain.actions[..., :6]) - expected).abs().max() < 0.01
+
+
+def test_the_fused_encoder_masks_an_absent_camera(folder_copy, make_observation, tasks):
+    config = folder_copy / "config.json"
+    config.write_text(config.read_text().replace('"empty_cameras": 0', '"empty_cameras": 1'))
+    policy = SmolVLAFlowPolicy.load(folder_copy)
+    observation = make_observation(2, cameras=("top",))
+    expected = policy.encode(observation, tasks(2)).tensors
+    policy.choose_velocity("fused")
+    ours = policy.encode(observation, tasks(2)).tensors
+    assert torch.equal(ours["pad_mask"], expected["pad_mask"])
+    torch.testing.assert_close(ours["keys"][..., -1, :], expected["keys"][..., -1, :], rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.flow.schedule import denoising_times
+from flowrl.graphs import GraphCache
 from flowrl.policy.interface import FlowPolicy, FlowSpec
 from flowrl.policy.noise import NoiseModel
 from flowrl.prefix import Prefix
@@ -67,11 +68,35 @@ def sample_chain(
 
     if (rows := rows_as_sampled(policy, batch, x_0.device)) is not None:
         prefix, x_0, eps = prefix[rows], x_0[rows], None if eps is None else eps[rows]
-    if policy.graphs is None:
-        chain = integrate(policy, prefix, x_0, noise, eps)
-    else:
-        chain = policy.graphs.run(policy, prefix, x_0, noise, eps)
+    chain = (
+        integrate(policy, prefix, x_0, noise, eps)
+        if policy.graphs is None
+        else _replay(policy, policy.graphs, prefix, x_0, noise, eps)
+    )
     return Chain(chain.states[:batch], None if chain.log_prob is None else chain.log_prob[:batch])
+
+
+def _replay(
+    policy: FlowPolicy,
+    graphs: GraphCache,
+    prefix: Prefix,
+    x_0: Tensor,
+    noise: NoiseModel | None,
+    eps: Tensor | None,
+) -> Chain:
+    """`integrate` as a CUDA graph."""
+    names, token_axes = list(prefix.tensors), prefix.token_axes
+
+    def function(x_0: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        encoded = Prefix(dict(zip(names, others)), token_axes)
+        chain = integrate(policy, encoded, x_0, noise, None if noise is None else others[-1])
+        return (chain.states,) if chain.log_prob is None else (chain.states, chain.log_prob)
+
+    inputs = [x_0, *prefix.tensors.values()] + ([] if eps is None else [eps])
+    own = () if noise is None else (*noise.parameters(), *noise.buffers())
+    # A captured function keeps its noise alive, so that no other gets this number.
+    outputs = graphs.run((id(noise), *names), function, inputs, own)
+    return Chain(outputs[0], outputs[1] if noise is not None else None)
 
 
 def integrate(

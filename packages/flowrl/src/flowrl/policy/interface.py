@@ -6,16 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.errors import FlowRLError
+from flowrl.graphs import GraphCache
 from flowrl.prefix import Prefix
-
-if TYPE_CHECKING:
-    from flowrl.flow.graphs import ChainGraphs
 
 ExpertDtype = Literal["float32", "loaded"]
 """Dtype of the trained weights: float32, or that of their file."""
@@ -65,7 +63,7 @@ class FlowPolicy(ABC):
     """Whether a whole minibatch goes through the velocity field at once, backward pass included, on a CPU too."""
     velocity_mode: str = "exact"
     """How the velocity is computed: "exact", or in another way of the policy's own; see `choose_velocity`."""
-    graphs: ChainGraphs | None = None
+    graphs: GraphCache | None = None
     """Replays whole chains as CUDA graphs, where that is possible."""
 
     @abstractmethod

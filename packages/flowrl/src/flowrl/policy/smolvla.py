@@ -22,11 +22,13 @@ from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TO
 from torch import Tensor
 
 from flowrl.errors import FlowRLError
-from flowrl.flow.graphs import ChainGraphs
+from flowrl.flow.sampler import rows_as_sampled
+from flowrl.graphs import GraphCache
 from flowrl.policy.expert import ExpertField, VelocityMode
 from flowrl.policy.folder import CONFIG, VLM, PolicyFolder, replace_json_string
 from flowrl.policy.interface import FlowSpec, VelocityField
 from flowrl.policy.lerobot_policy import LeRobotFlowPolicy
+from flowrl.policy.vlm import FusedVLM
 from flowrl.prefix import Prefix
 
 _BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -53,6 +55,8 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._fused_vlm = FusedVLM(self.module.model)
+        self._encoders: GraphCache | None = None
         self.choose_velocity("auto")
 
     @staticmethod
@@ -75,13 +79,11 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         batch = self.prepare(observation, tasks)
         model = self.module.model
         images, image_masks = self.module.prepare_images(batch)
-        embeddings, pad_mask, attention_mask = model.embed_prefix(
-            images,
-            image_masks,
-            batch[OBS_LANGUAGE_TOKENS],
-            batch[OBS_LANGUAGE_ATTENTION_MASK],
-            state=self.module.prepare_state(batch),
-        )
+        text = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+        state = self.module.prepare_state(batch)
+        if self.velocity_mode == "fused" and FusedVLM.supports(model):
+            return self._encode_fused([*images, *image_masks, *text, state], len(images))
+        embeddings, pad_mask, attention_mask = model.embed_prefix(images, image_masks, *text, state=state)
         _, cache = model.vlm_with_expert.forward(
             attention_mask=make_att_2d_masks(pad_mask, attention_mask),
             position_ids=torch.cumsum(pad_mask, dim=1) - 1,
@@ -92,6 +94,23 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         keys = torch.stack([layer.keys for layer in cache.layers], dim=1)
         values = torch.stack([layer.values for layer in cache.layers], dim=1)
         return Prefix({"pad_mask": pad_mask, "keys": keys, "values": values}, _TOKEN_AXES)
+
+    def _encode_fused(self, inputs: list[Tensor], num_images: int) -> Prefix:
+        """Inputs (images, their masks, tokens, their mask, state) in a batch as it is sampled, as a CUDA graph on a GPU."""
+        count = len(inputs[0])
+        if (rows := rows_as_sampled(self, count, self.device)) is not None:
+            inputs = [tensor[rows] for tensor in inputs]
+        vlm = self._fused_vlm
+        vlm.prepare(inputs[0])
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return vlm(tensors[:num_images], tensors[num_images : 2 * num_images], *tensors[2 * num_images :])
+
+        encoded = (
+            function(*inputs) if self._encoders is None else self._encoders.run(num_images, function, inputs)
+        )
+        names = "pad_mask", "keys", "values"
+        return Prefix({name: tensor[:count] for name, tensor in zip(names, encoded)}, _TOKEN_AXES)
 
     def velocity(self, x_t: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         return self.velocity_field(prefix)(x_t, time)
@@ -105,7 +124,11 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
             raise FlowRLError(f"--velocity {mode!r}: must be auto, exact or fused")
         on_gpu = self.device.type == "cuda"
         self.velocity_mode = "fused" if mode == "fused" or (mode == "auto" and on_gpu) else "exact"
-        self.graphs = ChainGraphs() if on_gpu and self.velocity_mode == "fused" else None
+        self.graphs = self._encoders = None
+        if on_gpu and self.velocity_mode == "fused":
+            expert = list(self.trainable_parameters().values())
+            self.graphs = GraphCache("the denoising", self.device, expert)
+            self._encoders = GraphCache("the encoder", self.device, self._fused_vlm.weights())
 
     def sampling_batch(self, count: int) -> int:
         """Fused: the next of few sizes, so that few graphs are captured and all rounds of a rollout run the same kernels."""
