@@ -34,6 +34,7 @@ from flowrl.config import (
     parse_rename,
     parse_schedules,
 )
+from flowrl.device import prepare_torch
 from flowrl.evaluate import policy_name, run_fast, run_plain
 from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise
@@ -47,7 +48,7 @@ from flowrl.progress import Progress, tell
 from flowrl.record import describe_machine, write_json, writing
 from flowrl.rollout import Decisions, collect
 from flowrl.scenes import fixed_scenes
-from flowrl.train import LoadPolicy, prepare_torch
+from flowrl.train import LoadPolicy
 from flowrl.validate import validate
 from flowrl.vector_env import (
     check_spaces,

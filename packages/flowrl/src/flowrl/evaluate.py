@@ -10,6 +10,7 @@ import gymnasium
 
 from flowrl.checkpoint import RECORD, read_meta, resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.device import prepare_torch
 from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.exploration import load_noise
@@ -28,7 +29,7 @@ from flowrl.progress import tell
 from flowrl.record import describe_machine, write_json
 from flowrl.scenes import Scene, fixed_scenes
 from flowrl.sub_environment import make_environment
-from flowrl.train import LoadPolicy, prepare_torch
+from flowrl.train import LoadPolicy
 from flowrl.validate import log_metrics_of, reports_success, summary, validate
 from flowrl.vector_env import (
     check_spaces,

@@ -16,6 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from flowrl.errors import FlowRLError
+from flowrl.gain import GAIN_FIELDS, describe_gain
 from flowrl.metrics import LogMetrics
 
 PACKAGES = ("flowrl", "torch", "lerobot", "transformers", "gymnasium", "numpy", "safetensors")
@@ -48,7 +49,7 @@ def empty_line(iteration: int, log_metrics: LogMetrics) -> dict[str, Any]:
     """A line of log.jsonl with every field in its order, null where nothing is known yet."""
     names = ("success", "return", *(name for name in log_metrics if name not in ("success", "return")))
     fields = ["decisions", "train_episodes", *(f"train_{name}" for name in names)]
-    fields += ["val_episodes", *(f"val_{name}" for name in names), *UPDATE_FIELDS, *TIME_FIELDS]
+    fields += ["val_episodes", *(f"val_{name}" for name in names), *GAIN_FIELDS, *UPDATE_FIELDS, *TIME_FIELDS]
     return {"iteration": iteration, **dict.fromkeys(fields)}
 
 
@@ -60,6 +61,8 @@ def describe_line(line: Mapping[str, Any]) -> str:
             parts.append(f"{kind} success {line[f'{kind}_success']:.1%} of {line[f'{kind}_episodes']},")
         elif line[f"{kind}_return"] is not None:
             parts.append(f"{kind} return {line[f'{kind}_return']:.3g},")
+    if described := describe_gain(line):
+        parts.append(f"{described},")
     if line["kl"] is not None:
         parts.append(f"kl {line['kl']:.2g}, clipped {line['clip_fraction']:.1%}, lr {line['lr']:.2g},")
     if line["grad_signal"] is not None:

@@ -14,9 +14,11 @@ from gymnasium.vector.utils import create_empty_array
 from flowrl.average import WeightAverage
 from flowrl.checkpoint import TrainingState, changed_noise, read_meta, save_checkpoint
 from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.device import prepare_torch
 from flowrl.errors import FlowRLError
 from flowrl.exploration import describe_noise_tax, make_noise, measure_noise_tax
 from flowrl.gae import estimate_interleaved, normalize_advantages
+from flowrl.gain import Validation, describe_collapse, gain
 from flowrl.gradient_noise import NoiseScale
 from flowrl.lock import run_lock
 from flowrl.metrics import explained_variance, spread
@@ -81,6 +83,7 @@ class Run:
         best_bound, best_iteration: Lower bound of the best validation so far, see `validation_bound`, and where; None and -1
             before.
         random: The random generators as `iteration` left them.
+        start: The validation before the first update; None until it is done.
     """
 
     def __init__(self, config: TrainConfig, load: LoadPolicy, preset: Mapping[str, Any]) -> None:
@@ -109,6 +112,7 @@ class Run:
         self.failed, self.log_metrics = False, log_metrics_of(self.vec_envs[0])
         self.iteration, self.next_index, self.best_iteration = 0, 0, -1
         self.best_bound: float | None = None
+        self.start: Validation | None = None
         self.pending: dict[str, Any] | None = empty_line(0, self.log_metrics)
         self._last_is_current = False
         try:
@@ -120,7 +124,7 @@ class Run:
                 if state is not None:
                     self._restore(state)
                     if not state.meta["validated"]:
-                        self.pending = json.loads(log.pop())
+                        self.pending = empty_line(0, self.log_metrics) | json.loads(log.pop())
                 self._resume_record(state, log, device)
                 self._mend_best()
             else:
@@ -164,6 +168,7 @@ class Run:
         self.best_bound, self.best_iteration = meta["best_bound"], meta["best_iteration"]
         self.ppo.lr, self.ppo.bad_in_a_row = meta["lr"], meta["bad_in_a_row"]
         self.ppo.noise_scale = NoiseScale(**meta.get("gradient_noise", {}))
+        self.start = Validation.restore(state.group("start"))
         self.pending = None
         restore_random_state(state.group("random"), meta["random"], self.policy.device)
         self.random = random_state(self.policy.device)
@@ -285,6 +290,7 @@ class Run:
                 line = (
                     line | {f"val_{name}": value for name, value in fields.items()} | {"val_seconds": seconds}
                 )
+                line |= self._compare_with_start(Validation.of(records))
                 bound = validation_bound(records)
                 if self.best_bound is None or bound >= self.best_bound:
                     self.best_bound, self.best_iteration, improved = bound, iteration, True
@@ -292,6 +298,8 @@ class Run:
             self.pending = None
         self.record.log(line)
         tell(describe_line(line))
+        if line["val_collapse"]:
+            tell(describe_collapse(line, self.out, self.best_iteration))
         if self.pending is not None:
             return
         self.random = random_state(self.policy.device)
@@ -302,6 +310,12 @@ class Run:
             self.save_last()
         if improved:
             self.save("best")
+
+    def _compare_with_start(self, now: Validation) -> dict[str, Any]:
+        """The gain for the log; of the start itself, and without one (resumed from an earlier flowrl), there is none."""
+        if self.iteration == 0:
+            self.start = now
+        return gain(self.start, now) if self.start is not None and self.iteration > 0 else {}
 
     def measure_noise_tax(self, stop: StopRequest) -> None:
         """What the noise costs in success, told and kept in args.json; once, before the first update."""
@@ -348,6 +362,8 @@ class Run:
         """Writes the checkpoint `name` of `iteration`."""
         tensors = {f"random.{generator}": state for generator, state in self.random.tensors.items()}
         tensors |= self.average.tensors()
+        if self.start is not None:
+            tensors |= {f"start.{name}": values for name, values in self.start.tensors().items()}
         with self.average.applied():
             save_checkpoint(
                 self.out / name,
@@ -377,23 +393,3 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.record.close()
         close_vector_env(self.vec_envs, failed=self.failed or error is not None)
-
-
-def prepare_torch(device: str, num_threads: int) -> torch.device:
-    """Chooses the device and sets what likelihoods depend on: float32 products in float32, never TF32.
-
-    Raises:
-        FlowRLError: CUDA is asked for and not there.
-    """
-    torch.set_num_threads(num_threads)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda"):
-        number = int(device.partition(":")[2] or 0)
-        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            raise FlowRLError(
-                f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
-            )
-    return torch.device(device)
