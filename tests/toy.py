@@ -146,6 +146,8 @@ def make_toy_envs(num_envs: int, env_id: str = "toy_env:ToyReach-v0", **env_kwar
     return make_vector_env(env_id, num_envs, env_kwargs, SPEC)
 
 
-def make_toy_groups(sizes: Sequence[int], env_id: str = "toy_env:ToyReach-v0") -> list[VectorEnv]:
+def make_toy_groups(
+    sizes: Sequence[int], env_id: str = "toy_env:ToyReach-v0", **env_kwargs: Any
+) -> list[VectorEnv]:
     """The same in groups of these sizes."""
-    return [make_toy_envs(size, env_id) for size in sizes]
+    return [make_toy_envs(size, env_id, **env_kwargs) for size in sizes]

@@ -30,6 +30,18 @@ def test_concatenation_undoes_indexing():
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in prefix.tensors.items())
 
 
+def test_rows_go_to_the_places_that_are_given():
+    prefix = make(5, 4)
+    places = [torch.tensor([3, 0]), torch.tensor([1]), torch.tensor([4, 2])]
+    parts = [prefix[rows] for rows in places]
+    assert same(Prefix.concatenate(parts, places), prefix)
+    store = PrefixStore("cpu", torch.device("cuda"))
+    for part in parts:
+        store.add(part)
+    on_host = store.join(places)
+    assert isinstance(on_host, HostPrefix) and same(on_host[torch.arange(5)], prefix)
+
+
 def test_batches_of_different_length_are_padded_with_masked_tokens():
     short, long = make(1, 3, seed=1), make(2, 5, seed=2)
     joined = Prefix.concatenate([short, long])
