@@ -1,0 +1,411 @@
+"""Speed of SmolVLA: a chunk of actions and a PPO minibatch, LeRobot's own code and flowrl's in turn.
+
+    python benchmarks/policy.py --json policy.json                             # 450 M parameters, random weights: a GPU
+    python benchmarks/policy.py --policy models/chess-tiny --batches 2 4       # any policy folder; a CPU too
+
+Both run on the same observations and noise, alternating, and the medians are compared. The observations are random
+pictures; no simulator is needed. The floor is the larger of two times: counted operations over the rate of a large matrix
+product, and the fewest bytes over the rate of a large copy, both measured in the same run. On a GPU times are those of
+device events; on a CPU those of the clock. A size named in `flowrl.policy.tiny.SIZES` is built here, with the VLM in
+bfloat16 as the published one. Not a test.
+"""
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from flowrl.flow.likelihood import rescore_flat
+from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.policy.loading import load_policy
+from flowrl.policy.noise import NoiseModel
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.policy.tiny import SIZES, build_smolvla, save_policy_folder
+from flowrl.precision import matrix_products
+from flowrl.prefix import Prefix
+from flowrl.record import describe_machine
+
+TASK = "Pick up the white chess piece."
+WARM_UPS, REPEATS = 2, 15
+FULL_PADDED_DIM = 32  # of the published SmolVLA
+SPREAD = 20.0  # of the joints of a policy that is built here [deg]
+Row = dict[str, Any]
+Work = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of SmolVLA in LeRobot's code and in flowrl's.")
+    parser.add_argument("--policy", default="450m", help="a policy folder, or a size: " + ", ".join(SIZES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 10, 16, 32, 64])
+    parser.add_argument("--minibatch", type=int, default=16, help="decisions in the PPO minibatch")
+    parser.add_argument(
+        "--velocity", nargs="+", default=["auto"], help="ways of flowrl: auto, exact, fused, ..."
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=400.0, help="what is not begun by then is left out")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    device = torch.device("cpu" if not cuda else "cuda" if options.device == "auto" else options.device)
+    bench = Benchmark(open_policy(options.policy, device), options.seconds)
+    results: dict[str, Any] = {
+        **describe_machine(device),
+        "policy": options.policy,
+        "dtypes": bench.policy.dtypes,
+        "parameters": sum(p.numel() for p in bench.policy.module.parameters()),
+        "ceilings": bench.ceilings,
+        "chunks": [],
+        "updates": [],
+    }
+    try:
+        for mode in options.velocity:
+            bench.policy.choose_velocity(mode)
+            results["updates"] += bench.update(options.minibatch)
+            for batch in options.batches:
+                results["chunks"] += bench.chunk(batch)
+    except TimeoutError as error:
+        results["left_out"] = str(error)
+    report(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def open_policy(name: str, device: torch.device) -> SmolVLAFlowPolicy:
+    """A policy folder, or a policy of a named size with random weights, its VLM in bfloat16."""
+    if name not in SIZES:
+        policy = load_policy(name, device=device)
+    else:
+        rng = np.random.default_rng(0)
+        joints = {"mean": SPREAD * rng.normal(size=6), "std": np.full(6, SPREAD)}
+        with tempfile.TemporaryDirectory() as folder:
+            module = build_smolvla(Path(folder) / "vlm", size=name, padded_dim=FULL_PADDED_DIM)
+            module.model.vlm_with_expert.vlm.to(torch.bfloat16)
+            save_policy_folder(folder, module, {"observation.state": joints, "action": joints})
+            del module
+            policy = load_policy(folder, device=device)
+    assert isinstance(policy, SmolVLAFlowPolicy)
+    return policy
+
+
+class Benchmark:
+    """One policy, the ceilings of its machine, and the time that is left."""
+
+    def __init__(self, policy: SmolVLAFlowPolicy, seconds: float) -> None:
+        self.policy, self.device = policy, policy.device
+        self.deadline = time.monotonic() + seconds
+        self.noise = NoiseModel(policy.spec, sigma_start=0.2, sigma_end=0.05, basis="dct", num_modes=6)
+        self.noise.to(self.device)
+        self.vlm_dtype = policy.dtypes["vlm"]
+        self.ceilings = self._ceilings()
+
+    def chunk(self, batch: int) -> list[Row]:
+        """A chunk for `batch` environments: its two parts, and all from pictures to actions."""
+        policy, noise = self.policy, self.noise
+        observation, tasks = self._observation(batch), [TASK] * batch
+        drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(batch)]
+        x_0 = torch.stack([start for start, _ in drawn]).to(self.device)
+        eps = torch.stack([e for _, e in drawn if e is not None]).to(self.device)
+        prefix = policy.encode(observation, tasks)
+        mode = policy.velocity_mode
+
+        def lerobot_encode() -> Prefix:
+            return self._as("exact", lambda: policy.encode(observation, tasks))
+
+        def ours() -> Tensor:
+            chain = sample_chain(policy, policy.encode(observation, tasks), x_0)
+            return policy.unnormalize(chain.actions[..., : policy.spec.action_dim])
+
+        def lerobot() -> Tensor:
+            return policy.predict_action_chunk(observation, tasks, x_0)
+
+        difference = (ours() - lerobot()).abs().max().item()
+        encode_flops = self._count(lambda: policy.encode(observation, tasks))
+        chain_flops = self._count(lambda: sample_chain(policy, prefix, x_0))
+        steps = policy.spec.num_denoising_steps
+        vlm_bytes, expert_bytes = self._bytes(".vlm.") + prefix.num_bytes, self._bytes("lm_expert")
+        floors = {
+            "prefix": self._floor(encode_flops, vlm_bytes, self.vlm_dtype),
+            "denoising": self._floor(chain_flops, steps * (expert_bytes + prefix.num_bytes), "float32"),
+        }
+        floors["chunk"] = floors["prefix"] + floors["denoising"]
+        parts = {
+            "prefix": (lerobot_encode, lambda: policy.encode(observation, tasks)),
+            "denoising": (
+                lambda: self._lerobot_chain(prefix, x_0),
+                lambda: sample_chain(policy, prefix, x_0),
+            ),
+            "chunk": (lerobot, ours),
+        }
+        rows = []
+        for name, pair in parts.items():
+            times, memory = self._alternate(dict(zip(("lerobot", "flowrl"), pair)))
+            row = {"what": name, "batch": batch, "mode": mode, **_compared(times), "peak_mb": memory}
+            rows.append(row | {"floor_ms": floors[name]})
+        rows[-1]["difference_deg"] = difference
+        noisy, memory = self._alternate({"flowrl": lambda: sample_chain(policy, prefix, x_0, noise, eps)})
+        rows.append({"what": "denoising with noise", "batch": batch, "mode": mode, **_compared(noisy)})
+        rows[-1] |= {"peak_mb": memory, "floor_ms": floors["denoising"]}
+        return rows
+
+    def update(self, minibatch: int) -> list[Row]:
+        """Forward and backward of a PPO minibatch, all denoising steps in one batch."""
+        policy, noise = self.policy, self.noise
+        observation, tasks = self._observation(minibatch), [TASK] * minibatch
+        prefix = policy.encode(observation, tasks)
+        drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(minibatch)]
+        x_0 = torch.stack([start for start, _ in drawn]).to(self.device)
+        eps = torch.stack([e for _, e in drawn if e is not None]).to(self.device)
+        chain = sample_chain(policy, prefix, x_0, noise, eps)
+        old = chain.log_prob
+        assert old is not None
+        advantage = torch.randn(minibatch, 1, 1, 1, generator=torch.Generator().manual_seed(0)).to(
+            self.device
+        )
+        weights = list(policy.trainable_parameters().values())
+
+        def step(encoded: Callable[[], Prefix], score: Callable[[Prefix], Tensor], precision: Any) -> None:
+            for weight in weights:
+                weight.grad = None
+            with matrix_products(precision):
+                ((score(encoded()) - old).exp() * advantage).mean().backward()
+
+        def fast(stored: Prefix) -> Tensor:
+            return rescore_flat(policy, stored, chain.states, noise)
+
+        def eager(stored: Prefix) -> Tensor:
+            return self._lerobot_log_prob(stored, chain.states)
+
+        def encode_again() -> Prefix:
+            return self._as("exact", lambda: policy.encode(observation, tasks))
+
+        ways: dict[str, Work] = {
+            "lerobot": lambda: step(encode_again, eager, "float32"),
+            "LeRobot, stored prefix": lambda: step(lambda: prefix, eager, "float32"),
+            "flowrl": lambda: step(lambda: prefix, fast, "float32"),
+            "flowrl, TF32": lambda: step(lambda: prefix, fast, "tf32"),
+        }
+        if self.device.type == "cpu":
+            del ways["flowrl, TF32"]
+        gradients = {}
+        for name, work in ways.items():
+            work()
+            gradients[name] = torch.cat(
+                [weight.grad.flatten() for weight in weights if weight.grad is not None]
+            )
+        reference = gradients["LeRobot, stored prefix"].double()
+        cosines = {
+            name: float(torch.cosine_similarity(g.double(), reference, dim=0))
+            for name, g in gradients.items()
+        }
+        del gradients, reference
+        with matrix_products("float32"):
+            flops = self._count(ways["flowrl"])
+        floors = {
+            "flowrl": self._floor(flops, 0.0, "float32"),
+            "flowrl, TF32": self._floor(flops, 0.0, "tf32"),
+        }
+        rows = []
+        times, memory = self._alternate(ways)
+        for name, value in times.items():
+            row = {"what": f"minibatch, {name}", "batch": minibatch, "mode": policy.velocity_mode}
+            row |= {"ms": value, "ratio": times["lerobot"] / value, "cosine": cosines[name]}
+            rows.append(row | {"floor_ms": floors.get(name), "peak_mb": memory})
+        return rows
+
+    @torch.no_grad()
+    def _lerobot_chain(self, prefix: Prefix, x_0: Tensor) -> Tensor:
+        """LeRobot's denoising loop: `euler_integrate` with its own step."""
+        cache, x_t = _cache(prefix), x_0
+        for step in range(steps := self.policy.spec.num_denoising_steps):
+            time_ = torch.tensor(1.0 - step / steps, dtype=torch.float32, device=self.device).expand(len(x_0))
+            x_t = x_t - self._denoise(prefix, cache, x_t, time_) / steps
+        return x_t
+
+    def _lerobot_log_prob(self, prefix: Prefix, states: Tensor) -> Tensor:
+        """Log-probabilities from LeRobot's step on all denoising steps in one batch."""
+        steps = self.policy.spec.num_denoising_steps
+        x_t, many = states[:, :-1], prefix.repeat_interleave(steps)
+        time_ = (1.0 - torch.arange(steps, device=self.device) / steps).repeat(len(prefix))
+        v_t = self._denoise(many, _cache(many), x_t.flatten(0, 1), time_).view_as(x_t)
+        return self.noise.log_prob(states[:, 1:], self.noise.mean(x_t, v_t, -1 / steps))
+
+    def _denoise(self, prefix: Prefix, cache: DynamicCache, x_t: Tensor, time_: Tensor) -> Tensor:
+        return self.policy.module.model.denoise_step(
+            prefix_pad_masks=prefix.tensors["pad_mask"], past_key_values=cache, x_t=x_t, timestep=time_
+        )
+
+    def _observation(self, batch: int) -> dict[str, Any]:
+        rng = np.random.default_rng(batch)
+        config = self.policy.module.config
+        side = config.resize_imgs_with_padding[0]
+        names = [name.removeprefix("observation.images.") for name in config.image_features]
+        return {
+            "pixels": {name: rng.integers(0, 256, (batch, side, side, 3), dtype=np.uint8) for name in names},
+            "agent_pos": (SPREAD * rng.normal(size=(batch, 6))).astype(np.float32),
+        }
+
+    def _as(self, mode: str, work: Callable[[], Prefix]) -> Prefix:
+        """Runs in another way of the velocity; the graphs of the present one stay."""
+        policy = self.policy
+        before, policy.velocity_mode = policy.velocity_mode, mode  # type: ignore[assignment]
+        try:
+            return work()
+        finally:
+            policy.velocity_mode = before
+
+    def _alternate(self, ways: Mapping[str, Work]) -> tuple[dict[str, float], float]:
+        """Median time of each way [ms], and the peak of memory [MB], of all of them."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(WARM_UPS + REPEATS):
+            for name, work in ways.items():
+                elapsed = self._time(work)
+                if number >= WARM_UPS:
+                    times[name].append(elapsed)
+            if time.monotonic() > self.deadline and number > WARM_UPS:
+                break
+        if time.monotonic() > self.deadline:
+            raise TimeoutError("the time given by --seconds is over")
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) / 2**20
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return {name: float(np.median(values)) for name, values in times.items()}, peak
+
+    def _time(self, work: Work) -> float:
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            work()
+            return 1e3 * (time.perf_counter() - start)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        first.record()
+        work()
+        last.record()
+        torch.cuda.synchronize(self.device)
+        return first.elapsed_time(last)
+
+    def _count(self, work: Work) -> float:
+        """Floating-point operations of the matrix products, convolutions and attention, without graphs."""
+        policy = self.policy
+        graphs, encoders = policy.graphs, policy._encoders
+        policy.graphs = policy._encoders = None
+        try:
+            with FlopCounterMode(display=False) as counter:
+                work()
+        finally:
+            policy.graphs, policy._encoders = graphs, encoders
+        return float(counter.get_total_flops())
+
+    def _bytes(self, part: str) -> float:
+        named = self.policy.module.named_parameters()
+        unread = ("embed_tokens", "lm_head")  # single rows of these are read, or none
+        return float(
+            sum(
+                p.numel() * p.element_size()
+                for n, p in named
+                if part in n and not any(u in n for u in unread)
+            )
+        )
+
+    def _floor(self, flops: float, num_bytes: float, dtype: str) -> float:
+        """[ms]"""
+        rate = (
+            self.ceilings[f"{dtype}_flops"]
+            if f"{dtype}_flops" in self.ceilings
+            else self.ceilings["float32_flops"]
+        )
+        return 1e3 * max(flops / rate, num_bytes / self.ceilings["bytes"])
+
+    def _ceilings(self) -> dict[str, float]:
+        """Operations/s of a large matrix product in each precision, and bytes/s (read and written) of a large copy."""
+        on_gpu = self.device.type == "cuda"
+        side = 8192 if on_gpu else 1024
+        ceilings = {}
+        for name, dtype, precision in (
+            ("float32", torch.float32, "float32"),
+            ("tf32", torch.float32, "tf32"),
+            ("bfloat16", torch.bfloat16, "float32"),
+        ):
+            if not on_gpu and name != "float32":
+                continue
+            a, b = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
+            with matrix_products(precision):  # type: ignore[arg-type]
+                times = [self._time(lambda a=a, b=b: a @ b) for _ in range(WARM_UPS + REPEATS)]  # type: ignore[misc]
+            ceilings[f"{name}_flops"] = 2 * side**3 / (1e-3 * float(np.median(times[WARM_UPS:])))
+        source = torch.randn(2**28 if on_gpu else 2**24, device=self.device)
+        target = torch.empty_like(source)
+        times = [self._time(lambda: target.copy_(source)) for _ in range(WARM_UPS + REPEATS)]
+        ceilings["bytes"] = 2 * source.numel() * 4 / (1e-3 * float(np.median(times[WARM_UPS:])))
+        return ceilings
+
+
+def _cache(prefix: Prefix) -> DynamicCache:
+    cache = DynamicCache()
+    for layer in range(prefix.tensors["keys"].shape[1]):
+        cache.update(prefix.tensors["keys"][:, layer], prefix.tensors["values"][:, layer], layer)
+    return cache
+
+
+def _compared(times: Mapping[str, float]) -> Row:
+    lerobot = times.get("lerobot")
+    return {
+        "lerobot_ms": lerobot,
+        "ms": times["flowrl"],
+        "ratio": None if lerobot is None else lerobot / times["flowrl"],
+    }
+
+
+def report(results: Mapping[str, Any]) -> None:
+    """Tables; [ms], ratio = LeRobot's time over flowrl's."""
+    ceilings = results["ceilings"]
+    rates = ", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in ceilings.items())
+    print(f"{results['policy']}, {results['parameters'] / 1e6:.1f} M parameters, {results['device_name']}")
+    print(f"commit {results['commit']}; ceilings: {rates}")
+    _table(results["updates"], ("what", "batch", "mode", "ms", "ratio", "floor_ms", "cosine", "peak_mb"))
+    _table(
+        results["chunks"],
+        ("what", "batch", "mode", "lerobot_ms", "ms", "ratio", "floor_ms", "difference_deg", "peak_mb"),
+    )
+    if "left_out" in results:
+        print(f"not complete: {results['left_out']}")
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> None:
+    if not rows:
+        return
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    print()
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6f}" if 0.99 < value < 1 else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()
