@@ -1,0 +1,190 @@
+"""Filtered cloning: a policy is fitted further to its own successful episodes. What RL on the same episodes must beat.
+
+    python apps/baselines/filtered_cloning.py --episodes 12800 --out runs/filtered
+
+The policy acts once with its preset's exploration noise on training scenes, as in `flowrl-train`; the decisions of the episodes that
+succeed are kept, as encoded observations and chunks, and the action expert (the parameters that RL trains) is fitted to them by
+flow matching: x_t = t noise + (1 - t) actions, target noise - actions (Lipman et al. 2023), t from Beta(1.5, 1) as SmolVLA
+is trained. Also known as rejection sampling or best-of-n fine-tuning.
+"""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor
+
+from flowrl.cli import run_program
+from flowrl.config import TrainConfig
+from flowrl.device import prepare_torch
+from flowrl.errors import FlowRLError
+from flowrl.exploration import make_noise
+from flowrl.policy.interface import FlowPolicy
+from flowrl.policy.loading import load_policy
+from flowrl.prefix import Prefix
+from flowrl.preset import load_preset, with_preset, with_preset_env_kwargs
+from flowrl.progress import Progress, tell
+from flowrl.record import describe_machine
+from flowrl.rollout import Rollout, collect
+from flowrl.scenes import training_scenes
+from flowrl.vector_env import close_vector_env, find_spec, make_vector_envs, resolve_env_kwargs
+
+
+@dataclass(frozen=True)
+class FilteredConfig:
+    """Fit a policy further to its own successful episodes."""
+
+    out: str
+    """Policy folder to write; must not exist."""
+    policy: str = "models/chess-tiny"
+    """Policy folder to start from."""
+    env_id: str = "chess_env:ChessPick-v0"
+    """Environment, in Gymnasium's `module:id` form."""
+    env_kwargs: str = "{}"
+    """Further arguments of the environment, as JSON."""
+    episodes: int = 12_800
+    """Episodes that are played; those that succeed are learned from."""
+    collect_at_once: int = 256
+    """Episodes between two filterings: only successful ones stay in memory."""
+    envs: int = 10
+    """Environments that run side by side."""
+    train_seed: int = 7_700_003
+    """Seed of the training scenes, and of everything drawn."""
+    steps: int = 2_000
+    """Optimizer steps."""
+    batch: int = 256
+    """Decisions in a step."""
+    lr: float = 1e-4
+    """Peak learning rate; linear warm-up over 5 % of the steps, then a cosine to 0."""
+    device: str = "auto"
+    """Where the policy runs: auto, cpu, cuda, cuda:N."""
+    torch_threads: int = 2
+    """Threads of torch on the CPU."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Parse flags and run."""
+    config = tyro.cli(FilteredConfig, args=args, description=__doc__)
+    code = run_program(lambda _: run(config), [])
+    if code:
+        sys.exit(code)
+
+
+def run(config: FilteredConfig) -> None:
+    """Play, filter, fit, save.
+
+    Raises:
+        FlowRLError: bad input, or no episode that succeeded.
+    """
+    out = Path(config.out)
+    if out.exists():
+        raise FlowRLError(f"--out {out}: exists; choose another folder")
+    device = prepare_torch(config.device, config.torch_threads)
+    policy = load_policy(config.policy, device=device)
+    prefix, actions, successes = successful_decisions(config, policy)
+    tell(f"{successes} of {config.episodes} episodes succeeded: {len(actions)} decisions to learn from")
+    losses = fit(policy, prefix, actions, config)
+    out.mkdir(parents=True)
+    policy.save(out)
+    record = {
+        "flags": asdict(config),
+        "successes": successes,
+        "decisions": len(actions),
+        "loss": losses,
+        **describe_machine(device),
+    }
+    (out / "filtered_cloning.json").write_text(json.dumps(record, indent=1) + "\n")
+    tell(f"wrote {out}")
+
+
+def successful_decisions(config: FilteredConfig, policy: FlowPolicy) -> tuple[Prefix, Tensor, int]:
+    """Encoded observations and normalized chunks (N, T, D) of the episodes that succeeded, and how many those were."""
+    preset = load_preset(config.policy)
+    flags = TrainConfig(policy=config.policy, env_id=config.env_id, env_kwargs=config.env_kwargs)
+    flags = with_preset_env_kwargs(with_preset(flags, preset), preset)
+    if flags.noise_kind == "head":
+        raise FlowRLError(
+            "the preset's noise is read from the observation by an untrained head; use --noise-kind geometric in it"
+        )
+    kwargs = resolve_env_kwargs(
+        find_spec(config.env_id), json.loads(flags.env_kwargs), flags.seconds, policy.spec
+    )
+    vec_envs = make_vector_envs(config.env_id, config.envs, kwargs, policy.spec, pipeline=2)
+    kept: list[tuple[Prefix, Tensor]] = []
+    noise, successes = make_noise(flags, policy, 0), 0
+    try:
+        with Progress("episodes", config.episodes, "episode") as progress:
+            for first in range(0, config.episodes, config.collect_at_once):
+                count = min(config.collect_at_once, config.episodes - first)
+                rollout = collect(
+                    policy,
+                    vec_envs,
+                    training_scenes(config.train_seed, first, count),
+                    noise,
+                    early_stop=True,
+                    keep_decisions=True,
+                    on_episode=lambda _: progress.advance(),
+                )
+                good = {e.number for e in rollout.episodes if e.metrics["success"]}
+                successes += len(good)
+                kept += filtered(rollout, good)
+    finally:
+        close_vector_env(vec_envs)
+    if not kept:
+        raise FlowRLError(f"none of {config.episodes} episodes succeeded; there is nothing to learn from")
+    return Prefix.concatenate([prefix for prefix, _ in kept]), torch.cat([a for _, a in kept]), successes
+
+
+def filtered(rollout: Rollout, good: set[int]) -> list[tuple[Prefix, Tensor]]:
+    """The decisions of the episodes in `good`: prefix and final state of the chain, or nothing."""
+    decisions = rollout.decisions
+    assert decisions is not None
+    rows = [row for row, episode in enumerate(decisions.episode) if int(episode) in good]
+    if not rows:
+        return []
+    index = torch.tensor(rows, device=decisions.states.device)
+    return [(decisions.prefix[index], decisions.states[index, -1])]
+
+
+def fit(policy: FlowPolicy, prefix: Prefix, actions: Tensor, config: FilteredConfig) -> list[list[float]]:
+    """Flow matching of the trainable parameters on stored observations; returns (step, mean loss since the last entry)."""
+    parameters = list(policy.trainable_parameters().values())
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator(device=actions.device).manual_seed(config.train_seed)
+    scored = policy.spec.action_dim
+    losses: list[list[float]] = []
+    total, since = torch.zeros((), device=actions.device), 0
+    with Progress("fitting", config.steps, "step") as progress:
+        for step in range(config.steps):
+            rows = torch.randint(len(actions), (config.batch,), generator=generator, device=actions.device)
+            chosen = actions[rows]
+            noise = torch.randn(chosen.shape, generator=generator, device=actions.device)
+            uniform = torch.rand(config.batch, generator=generator, device=actions.device)
+            time = uniform.pow(1 / 1.5) * 0.999 + 0.001
+            t = time[:, None, None]
+            velocity = policy.velocity(t * noise + (1 - t) * chosen, time, prefix[rows])
+            loss = (velocity - (noise - chosen))[..., :scored].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            warm, cosine = (
+                (step + 1) / max(1, config.steps // 20),
+                0.5 * (1 + math.cos(math.pi * step / config.steps)),
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * min(1.0, warm) * cosine
+            optimizer.step()
+            total, since = total + loss.detach(), since + 1
+            progress.advance()
+            if (step + 1) % max(1, config.steps // 20) == 0 or step + 1 == config.steps:
+                losses.append([step + 1, round(float(total) / since, 6)])
+                total, since = torch.zeros_like(total), 0
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Filtered cloning: what is kept, and that fitting it moves the policy there."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.errors import FlowRLError
+from flowrl.flow.sampler import sample_chain
+from flowrl.policy.noise import NoiseModel
+from flowrl.prefix import Prefix
+from flowrl.rollout import Rollout
+from toy import SPEC, ToyPolicy, toy_decisions
+
+BASELINES = Path(__file__).parents[2] / "apps" / "baselines"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.syspath_prepend(str(BASELINES))
+    return importlib.import_module("filtered_cloning")
+
+
+def test_decisions_of_other_episodes_are_left_out(program):
+    noise = NoiseModel(SPEC, sigma_start=0.2, sigma_end=0.1)
+    decisions = toy_decisions(ToyPolicy(), noise, 10)
+    rollout = Rollout([], decisions, {}, wall_s=0.0, rounds=1)
+    [(prefix, actions)] = program.filtered(rollout, {2, 7})
+    assert torch.equal(actions, decisions.states[[2, 7], -1])
+    assert torch.equal(prefix.tensors["state"], decisions.prefix.tensors["state"][[2, 7]])
+    assert program.filtered(rollout, set()) == []
+
+
+def test_policy_comes_to_act_as_the_kept_decisions_do(program):
+    policy = ToyPolicy()
+    generator = torch.Generator().manual_seed(1)
+    state = torch.empty(512, 2).uniform_(-1, 1, generator=generator)
+    actions = torch.zeros(512, SPEC.chunk_size, SPEC.padded_action_dim)
+    actions[..., 0], actions[..., 1] = 0.5 * state[:, :1], -0.8 * state[:, 1:]
+    config = program.FilteredConfig(out="", steps=1500, batch=128, lr=3e-3)
+
+    def error() -> float:
+        x_0 = torch.randn(
+            512, SPEC.chunk_size, SPEC.padded_action_dim, generator=torch.Generator().manual_seed(2)
+        )
+        chunks = sample_chain(policy, Prefix({"state": state}), x_0).actions
+        return float((chunks - actions)[..., : SPEC.action_dim].square().mean())
+
+    before = error()
+    losses = program.fit(policy, Prefix({"state": state}), actions, config)
+    assert error() < 0.1 * before
+    assert losses[-1][0] == 1500 and losses[-1][1] < losses[0][1]
+
+
+def test_frozen_parameters_stay(program):
+    policy = ToyPolicy()
+    before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
+    state = torch.zeros(8, 2)
+    actions = torch.ones(8, SPEC.chunk_size, SPEC.padded_action_dim)
+    program.fit(policy, Prefix({"state": state}), actions, program.FilteredConfig(out="", steps=3, batch=4))
+    changed = {name for name, p in policy.module.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and changed == set(policy.trainable_parameters())
+
+
+def test_an_existing_folder_is_refused(program, tmp_path):
+    with pytest.raises(FlowRLError, match="exists"):
+        program.run(program.FilteredConfig(out=str(tmp_path)))
