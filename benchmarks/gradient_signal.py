@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.device import prepare_torch
 from flowrl.flow.likelihood import rescore_flat
 from flowrl.gae import estimate_advantages, normalize_advantages
 from flowrl.policy.critic import Critic
@@ -28,7 +29,6 @@ from flowrl.policy.noise import NoiseModel
 from flowrl.preset import load_preset
 from flowrl.rollout import Decisions, Rollout, collect
 from flowrl.scenes import training_scenes
-from flowrl.train import prepare_torch
 from flowrl.vector_env import close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
 
 SEED = 7_700_003

@@ -15,6 +15,7 @@ import torch
 
 from flowrl.breakdown import break_down, element_sums
 from flowrl.config import TrainConfig
+from flowrl.device import prepare_torch
 from flowrl.exploration import make_noise
 from flowrl.gae import estimate_interleaved, normalize_advantages
 from flowrl.policy.critic import Critic
@@ -23,7 +24,6 @@ from flowrl.ppo import PPO, approx_kl, executed_mask, log_ratio, outside_clip
 from flowrl.preset import load_preset, with_preset
 from flowrl.rollout import collect
 from flowrl.scenes import training_scenes
-from flowrl.train import prepare_torch
 from flowrl.vector_env import close_vector_env, find_spec, make_vector_env, resolve_env_kwargs
 
 FIRST_INDEX = 20_000_000  # far from the scenes of any run

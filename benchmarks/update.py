@@ -43,12 +43,12 @@ def measure(path: str, part: int, threads: int) -> None:
 
     import flowrl.ppo
     from flowrl.config import TrainConfig
+    from flowrl.device import prepare_torch
     from flowrl.flow.sampler import episode_noise, sample_chain
     from flowrl.policy.critic import Critic
     from flowrl.policy.loading import load_policy
     from flowrl.policy.noise import NoiseModel
     from flowrl.rollout import Decisions
-    from flowrl.train import prepare_torch
 
     prepare_torch("cpu", threads)
     policy = load_policy(path)

@@ -1,5 +1,6 @@
 """The moving average of the weights: its numbers, and that it alone is what a run validates and saves."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -7,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from toy import load_toy
 
 from flowrl.average import WeightAverage
-from flowrl.config import TrainConfig, check_config
+from flowrl.checkpoint import load_training_state
+from flowrl.config import EvalConfig, TrainConfig, check_config
 from flowrl.errors import FlowRLError
+from flowrl.evaluate import evaluate
+from flowrl.facts import describe_weights, other_rate
 from flowrl.train import train
+from toy import load_toy
 
 CONFIG = TrainConfig(
     policy="none",
@@ -130,3 +134,23 @@ def test_a_run_saves_the_average_as_its_policy_and_the_weights_beside_it(tmp_pat
 def test_a_decay_that_cannot_work_is_refused(decay):
     with pytest.raises(FlowRLError, match=r"--average-decay .*must"):
         check_config(replace(CONFIG, average_decay=decay))
+
+
+def test_an_evaluation_names_the_weights_and_another_control_rate(tmp_path, capfd):
+    for name, decay in (("plain", 0.0), ("averaged", 0.95)):
+        config = replace(CONFIG, out=str(tmp_path / name), average_decay=decay, iterations=1)
+        checkpoint = train(config, load) / "last"
+        out = tmp_path / f"eval-{name}"
+        config = EvalConfig(
+            policy=str(checkpoint), env_id=CONFIG.env_id, episodes=2, out=str(out), device="cpu"
+        )
+        capfd.readouterr()
+        evaluate(config, load)
+        weights = json.loads((out / "eval_results.json").read_text())["weights"]
+        assert weights == ("average, decay 0.95" if decay else "as trained")
+        told = capfd.readouterr().err
+        assert f"{checkpoint} ({weights})" in told and "targets a second" not in told
+    assert load_training_state(checkpoint).meta["control_rate"] == 30
+    assert "trained at 30 targets a second, this environment has 10" in other_rate(str(checkpoint), 10.0)
+    assert other_rate(str(checkpoint), 30.0) == other_rate(str(checkpoint), None) == ""
+    assert other_rate("user/name", 10.0) == "" and describe_weights("user/name") == "as trained"

@@ -104,7 +104,8 @@ def test_the_report_and_the_record_are_written_and_nothing_else(finished):
     assert record["flags"]["schedules"] == "0.4:0.05" and record["versions"]["torch"]
     text = (out / "check.md").read_text()
     assert re.findall(r"^\d\. (.+): passed$", text, re.MULTILINE) == [r.name for r in results]
-    assert "field.0.weight" in text
+    assert "field.0.weight" in text and "actions cover " in text
+    assert [r["joint"] for r in record["checks"][0]["details"]["action ranges"]] == [0, 1]
     assert {path.name for path in out.iterdir()} == {"check.json", "check.md"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from flowrl.cli import one_line, parse_flags
 from flowrl.config import CheckConfig, EvalConfig, TrainConfig, check_config
 from flowrl.errors import FlowRLError
-from flowrl.evaluate import seen_scenes
+from flowrl.facts import seen_scenes
 from flowrl.scenes import check_disjoint, fixed_scenes, training_scenes
 
 PROGRAM = "import sys; from flowrl import cli; cli.{name}()"

@@ -72,7 +72,11 @@ FIELDS = [
     "kl_stop",
     "lr",
     "skipped",
-    *(f"{name}_{statistic}" for name in ("advantage", "return") for statistic in ("mean", "std", "min", "max")),
+    *(
+        f"{name}_{statistic}"
+        for name in ("advantage", "return")
+        for statistic in ("mean", "std", "min", "max")
+    ),
     "rollout_s",
     "rollout_parts",
     "update_s",

@@ -110,8 +110,8 @@ class PolicyAgent:
         return (self._policy or self._load()).device
 
     def _load(self) -> FlowPolicy:
+        from flowrl.device import prepare_torch
         from flowrl.policy.loading import load_policy
-        from flowrl.train import prepare_torch
 
         config = self._config
         device = prepare_torch(config.device, config.torch_threads)

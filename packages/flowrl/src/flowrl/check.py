@@ -16,6 +16,13 @@ from typing import Any
 import torch
 from gymnasium.vector import VectorEnv
 
+from flowrl.action_ranges import (
+    JointRange,
+    describe_ranges,
+    executed_targets,
+    joint_ranges,
+    warn_of_ranges,
+)
 from flowrl.checks import (
     CheckResult,
     Row,
@@ -35,6 +42,7 @@ from flowrl.config import (
     parse_schedules,
 )
 from flowrl.device import prepare_torch
+from flowrl.episode import Episode
 from flowrl.evaluate import policy_name, run_fast, run_plain
 from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise
@@ -119,13 +127,18 @@ class _Session:
         """Records of flowrl-eval, plain, against those of the batched path and of training's, one scene at a time."""
         config = self.config
 
+        episodes: list[Episode] = []
+        ranges: list[JointRange] = []
+
         def run(
             how: Callable[..., Any], policy: FlowPolicy, what: str, *workers: int
         ) -> list[dict[str, Any]]:
-            records, _ = how(
+            episodes.clear()
+            records, facts = how(
                 policy, config.env_id, self.kwargs, self.scenes, *workers,
-                label=f"same as eval: {what}", default_task=config.task,
+                label=f"same as eval: {what}", default_task=config.task, on_episode=episodes.append,
             )  # fmt: skip
+            ranges[:] = joint_ranges(executed_targets(episodes), facts.low, facts.high)
             return records
 
         loaded, pipeline = self.load_as("loaded"), EvalConfig.pipeline
@@ -144,7 +157,14 @@ class _Session:
             ),
             distinct_starts(self._starts(), self._starts()),
         ]
-        details = {"plain": plain, "--fast": batched, "expert as loaded": single, "float32": single_float32}
+        details = {
+            "plain": plain,
+            "--fast": batched,
+            "expert as loaded": single,
+            "float32": single_float32,
+            "action ranges": ranges,
+            "remarks": [describe_ranges(ranges), *warn_of_ranges(ranges)],
+        }
         return CheckResult("Same as eval", rows, details)
 
     def noise_and_likelihood(self) -> list[CheckResult]:
@@ -264,6 +284,8 @@ def report(policy: str, results: Sequence[CheckResult]) -> str:
         for name in ("wrong", "changed", "trainable but unchanged", "different weights"):
             if names := result.details.get(name):
                 lines += ["", f"{name}: {', '.join(names)}"]
+        for remark in filter(None, result.details.get("remarks", ())):
+            lines += ["", remark]
     return "\n".join(lines) + "\n"
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import gymnasium
 
-from flowrl.checkpoint import RECORD, read_meta, resolve_checkpoint
+from flowrl.action_ranges import describe_ranges, executed_targets, joint_ranges, warn_of_ranges
+from flowrl.checkpoint import resolve_checkpoint
 from flowrl.config import EvalConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.device import prepare_torch
 from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
 from flowrl.exploration import load_noise
+from flowrl.facts import EnvironmentFacts, describe_weights, other_rate, seen_scenes
 from flowrl.metrics import (
     LogMetrics,
     mean_interval,
@@ -30,7 +32,7 @@ from flowrl.record import describe_machine, write_json
 from flowrl.scenes import Scene, fixed_scenes
 from flowrl.sub_environment import make_environment
 from flowrl.train import LoadPolicy
-from flowrl.validate import log_metrics_of, reports_success, summary, validate
+from flowrl.validate import reports_success, summary, validate
 from flowrl.vector_env import (
     check_spaces,
     close_vector_env,
@@ -149,7 +151,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         check_can_render(env)
     episodes: list[Episode] = []
     if config.fast:
-        records, log_metrics = run_fast(
+        records, facts = run_fast(
             policy,
             config.env_id,
             kwargs,
@@ -162,7 +164,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
             on_episode=episodes.append,
         )
     else:
-        records, log_metrics = run_plain(
+        records, facts = run_plain(
             policy,
             config.env_id,
             kwargs,
@@ -171,19 +173,27 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
             default_task=config.task,
             on_episode=episodes.append,
         )
+    ranges = joint_ranges(executed_targets(episodes), facts.low, facts.high)
+    weights = describe_weights(path)
     results = {
         "settings": settings,
+        "weights": weights,
         "environment": {"id": config.env_id, "kwargs": {**spec.kwargs, **kwargs}},
         "n_action_steps": policy.spec.n_action_steps,
         "chunk_size": policy.spec.chunk_size,
+        "control_rate": facts.control_rate,
         **machine,
-        "summary": summarize(records, log_metrics),
+        "summary": summarize(records, facts.log_metrics),
+        "action_ranges": ranges,
         "episodes": records,
     }
     save_actions(out / ACTIONS, episodes)
     write_json(out / RESULTS, results)
     numbers = results["summary"]
-    tell(f"{path}: {describe(numbers)}; {out / RESULTS}")
+    tell(f"{path} ({weights}): {describe(numbers)}; {out / RESULTS}")
+    remarks = describe_ranges(ranges), *warn_of_ranges(ranges), other_rate(path, facts.control_rate)
+    for line in filter(None, remarks):
+        tell(line)
     _record_videos(config, out, results, scenes)
     return results
 
@@ -206,16 +216,6 @@ def _record_videos(
         tell(f"{out / VIDEOS}: {len(first)} videos")
 
 
-def seen_scenes(path: str, seed: int) -> str:
-    """One line when a checkpoint was trained on, or chosen by, the scenes of this seed; otherwise empty."""
-    folder = resolve_checkpoint(path)
-    flags = (read_meta(folder) or {}).get("flags", {}) if (folder / RECORD).is_file() else {}
-    for name, what in (("train_seed", "trained on"), ("val_seed", "validated, and so chosen, on")):
-        if flags.get(name) == seed:
-            return f"--seed {seed}: {path} was {what} scenes of this seed; its success here says little of new ones"
-    return ""
-
-
 def run_fast(
     policy: FlowPolicy,
     env_id: str,
@@ -228,7 +228,7 @@ def run_fast(
     default_task: str = "",
     noise: NoiseModel | None = None,
     on_episode: Callable[[Episode], None] = lambda _: None,
-) -> tuple[list[dict[str, Any]], LogMetrics]:
+) -> tuple[list[dict[str, Any]], EnvironmentFacts]:
     """One record per scene, batched over `workers` environments by the trainer's rollout, and what to report of them."""
     vec_envs = make_vector_envs(env_id, min(workers, len(scenes)), env_kwargs, policy.spec, pipeline)
     failed = True
@@ -246,7 +246,7 @@ def run_fast(
         failed = False
     finally:
         close_vector_env(vec_envs, failed)
-    return records, log_metrics_of(vec_envs[0])
+    return records, EnvironmentFacts.of(vec_envs[0])
 
 
 def run_plain(
@@ -258,7 +258,7 @@ def run_plain(
     label: str,
     default_task: str = "",
     on_episode: Callable[[Episode], None] = lambda _: None,
-) -> tuple[list[dict[str, Any]], LogMetrics]:
+) -> tuple[list[dict[str, Any]], EnvironmentFacts]:
     """The same by one environment and the sampler of the policy's library, see `plain`."""
     env = make_single_env(env_id, env_kwargs, policy.spec)
     try:
@@ -268,7 +268,7 @@ def run_plain(
         )
     finally:
         env.close()
-    return records, log_metrics_of(env)
+    return records, EnvironmentFacts.of(env)
 
 
 def summarize(records: Sequence[Mapping[str, Any]], log_metrics: LogMetrics) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from flowrl.config import TrainConfig, check_config, parse_env_kwargs, parse_ren
 from flowrl.device import prepare_torch
 from flowrl.errors import FlowRLError
 from flowrl.exploration import describe_noise_tax, make_noise, measure_noise_tax
+from flowrl.facts import control_rate
 from flowrl.gae import estimate_interleaved, normalize_advantages
 from flowrl.gain import Validation, describe_collapse, gain
 from flowrl.gradient_noise import NoiseScale
@@ -383,6 +384,7 @@ class Run:
                     "gradient_noise": dataclasses.asdict(self.ppo.noise_scale),
                     "random": self.random.values,
                     "env_kwargs": self.env_kwargs,
+                    "control_rate": control_rate(self.vec_envs[0]),
                     "flags": dataclasses.asdict(self.config),
                 },
             )
