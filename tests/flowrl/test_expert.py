@@ -12,15 +12,17 @@ from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, sample_chain
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.policy.split_product import product
 from flowrl.policy.tiny import build_smolvla, save_policy_folder
+from flowrl.precision import matrix_products
 
 STEPS = 10
 
 
-@pytest.fixture(scope="module")
-def fused(base_folder):
+@pytest.fixture(scope="module", params=["fused", "split"])
+def fused(base_folder, request):
     policy = SmolVLAFlowPolicy.load(base_folder)
-    policy.choose_velocity("fused")
+    policy.choose_velocity(request.param)
     return policy
 
 
@@ -32,6 +34,22 @@ def lerobot_velocity(policy, x_t, time, prefix):
     return policy.module.model.denoise_step(
         prefix_pad_masks=prefix.tensors["pad_mask"], past_key_values=cache, x_t=x_t, timestep=time
     )
+
+
+def test_a_split_product_is_nearer_to_float64_than_tf32_could_be():
+    x, weight, bias = torch.randn(3, 5, 700), torch.randn(40, 700), torch.randn(40)
+    x.requires_grad_()
+    weight.requires_grad_()
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    got = product(weight, bias, split=True)(x)
+    assert got.shape == (3, 5, 40) and got.dtype == torch.float32
+    assert 1e-7 < (got - expected).norm() / expected.norm() < 2e-5
+    direction = torch.randn(3, 5, 40)
+    a, b = (torch.autograd.grad((y * direction).sum(), (x, weight)) for y in (expected, got))
+    for x_gradient, y_gradient in zip(a, b):
+        assert (x_gradient - y_gradient).norm() / x_gradient.norm() < 2e-5
+    with matrix_products("tf32"):
+        assert torch.equal(product(weight, bias, split=True)(x), torch.nn.functional.linear(x, weight, bias))
 
 
 def uneven_prefix(policy, make_observation, batch):
@@ -103,10 +121,11 @@ def test_fused_actions_are_the_exact_ones_to_a_hundredth_of_a_degree(policy, fus
     assert degrees[0].std() > 1
 
 
-@pytest.mark.parametrize("mode", ["exact", "fused"])
-def test_gradients_are_lerobots(policy, fused, make_observation, mode):
-    ours = fused if mode == "fused" else policy
-    prefix = uneven_prefix(policy, make_observation, 3)
+@pytest.mark.parametrize("mode", ["exact", "fused", "split"])
+def test_gradients_are_lerobots(base_folder, make_observation, mode):
+    ours = SmolVLAFlowPolicy.load(base_folder)
+    ours.choose_velocity(mode)
+    prefix = uneven_prefix(ours, make_observation, 3)
     x_t, time, direction = torch.randn(3 * STEPS, 50, 6), torch.rand(3 * STEPS), torch.randn(3 * STEPS, 50, 6)
     expected = lerobot_velocity(ours, x_t, time, prefix.repeat_interleave(STEPS))
     got = ours.velocity_field(prefix, STEPS)(x_t, time)
@@ -151,8 +170,8 @@ def test_rows_that_fill_a_batch_up_change_nothing(fused, make_observation):
 
 def test_the_way_of_the_velocity_is_chosen_by_the_device_and_checked(fused, base_folder, policy):
     assert (policy.velocity_mode, policy.graphs) == ("exact", None)
-    assert (fused.velocity_mode, fused.graphs) == ("fused", None)
-    with pytest.raises(FlowRLError, match="--velocity 'fast': must be auto, exact or fused"):
+    assert fused.velocity_mode in ("fused", "split") and fused.graphs is None
+    with pytest.raises(FlowRLError, match="--velocity 'fast': must be auto, exact, fused, split"):
         fused.choose_velocity("fast")
 
 

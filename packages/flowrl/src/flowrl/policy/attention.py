@@ -6,12 +6,15 @@ Source of the arithmetic: `SmolVLMWithExpertModel`, LeRobot 0.6.1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowrl.policy.split_product import product
+
+VelocityMode = Literal["exact", "fused", "split"]
 MAX_WAVELENGTH = 10_000
 """Of the rotary positions; LeRobot's `apply_rope`."""
 _UNSEEN = torch.finfo(torch.float32).min / 2
@@ -24,7 +27,7 @@ class Attention:
     Attributes:
         num_heads, num_kv_heads, head_dim: H, G and their width.
         repeats: R.
-        fused: Whether the fused operations run.
+        fused, split: Whether the fused operations run, and whether products are split.
         table: Rotary cosines and sines, each (B R or 1, T, 1, head_dim / 2).
         hidden: (n, 1, T or 1, S) bool, True where a query does not see a token; for the eager attention.
         bias: The same as 0 and `_UNSEEN` for the fused attention, a row for every query of a key's heads.
@@ -36,16 +39,16 @@ class Attention:
         num_kv_heads: int,
         head_dim: int,
         repeats: int,
-        fused: bool,
+        mode: VelocityMode,
         table: tuple[Tensor, Tensor],
         visible: Tensor,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.group = num_heads // num_kv_heads
-        self.repeats, self.fused = repeats, fused
+        self.repeats, self.fused, self.split = repeats, mode != "exact", mode == "split"
         self.hidden = ~visible
         cos, sin = table
-        if fused:
+        if self.fused:
             rows = self.group if visible.shape[2] > 1 else 1
             zeros = torch.zeros_like(visible, dtype=torch.float32)
             self.bias = zeros.masked_fill_(self.hidden, _UNSEEN).repeat(1, 1, rows, 1)
@@ -99,22 +102,41 @@ class Attention:
         return states[:, :, :, None, :].expand(-1, -1, -1, self.group, -1).reshape(n, length, -1, width)
 
 
-def run_layer(layer: Any, attention: Callable[[Tensor], Tensor], hidden: Tensor, fused: bool) -> Tensor:
-    """A layer's output (n, T, W).
+def prepared_layer(
+    layer: Any, attention: Callable[[Tensor], Tensor], mode: VelocityMode
+) -> Callable[[Tensor], Tensor]:
+    """A layer as a function of its input (n, T, W).
 
     Args:
         layer: Its module.
         attention: From the normed input to the heads' results (n, T, H head_dim).
-        hidden: (n, T, W).
-        fused: Whether the fused operations run.
+        mode: How it is computed.
     """
-    # The sums are in place, as LeRobot's: with bfloat16 weights the result is bfloat16.
-    projection = layer.self_attn.o_proj
-    attended = projection(attention(layer_input(layer, hidden, fused)).to(projection.weight.dtype))
-    attended += hidden
-    output = layer.mlp(normalized(layer.post_attention_layernorm, attended, fused))
-    output += attended
-    return output
+    fused, split = mode != "exact", mode == "split"
+    projection, mlp = layer.self_attn.o_proj, layer.mlp
+    project = product(projection.weight, projection.bias, split) if split else projection
+    transform = _split_mlp(mlp) if split and mlp.gate_proj.bias is None else mlp
+
+    def run(hidden: Tensor) -> Tensor:
+        # The sums are in place, as LeRobot's: with bfloat16 weights the result is bfloat16.
+        attended = project(attention(layer_input(layer, hidden, fused)).to(projection.weight.dtype))
+        attended += hidden
+        output = transform(normalized(layer.post_attention_layernorm, attended, fused))
+        output += attended
+        return output
+
+    return run
+
+
+def _split_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
+    both = product(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), None, split=True)
+    down = product(mlp.down_proj.weight, mlp.down_proj.bias, split=True)
+
+    def run(hidden: Tensor) -> Tensor:
+        gate, up = both(hidden).chunk(2, dim=-1)
+        return down(mlp.act_fn(gate) * up)
+
+    return run
 
 
 def layer_input(layer: Any, hidden: Tensor, fused: bool) -> Tensor:
@@ -135,9 +157,10 @@ def projections(module: Any, context: Attention) -> Callable[[Tensor], tuple[Ten
     parts = module.q_proj, module.k_proj, module.v_proj
     if context.fused and all(part.bias is None for part in parts):
         weight = torch.cat([parts[0].weight * head_dim**-0.5, parts[1].weight, parts[2].weight])
+        linear = product(weight, None, context.split)
 
         def together(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            states = functional.linear(hidden, weight).view(*hidden.shape[:2], -1, head_dim)
+            states = linear(hidden).view(*hidden.shape[:2], -1, head_dim)
             turned = context.rotate(states[:, :, : num_heads + num_kv])
             query, keys = turned.split([num_heads, num_kv], dim=2)
             return query, keys, states[:, :, num_heads + num_kv :]
@@ -159,9 +182,8 @@ def scaled_query(module: Any, context: Attention) -> Callable[[Tensor], Tensor]:
     if not context.fused:
         return projection
     scale = context.head_dim**-0.5
-    weight = projection.weight * scale
     bias = None if projection.bias is None else projection.bias * scale
-    return lambda hidden: functional.linear(hidden, weight, bias)
+    return product(projection.weight * scale, bias, context.split)
 
 
 def settled(states: Tensor) -> Tensor:

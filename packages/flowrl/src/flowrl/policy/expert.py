@@ -7,6 +7,7 @@ the prefix anew in each of the K steps. An `ExpertField` makes them when it is b
 - `fused`: fewer and larger operations, for a GPU: one product for query, key and value, heads that share keys as rows of one
   product, fused norms. Attention is written out in matrix products: the fused kernels that take float32 sum their gradients
   in a random order, and a resumed run could not repeat an uninterrupted one.
+- `split`: fused, with the layers' float32 products in three bfloat16 ones, see `split_product`.
 
 Source of the arithmetic: `VLAFlowMatching.denoise_step` and `SmolVLMWithExpertModel`, LeRobot 0.6.1.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,14 @@ from torch.nn import functional
 
 from flowrl.policy.attention import (
     Attention,
+    VelocityMode,
     normalized,
+    prepared_layer,
     projections,
     rotary,
-    run_layer,
     scaled_query,
     settled,
 )
-
-VelocityMode = Literal["exact", "fused"]
 
 
 class ExpertField:
@@ -44,13 +44,13 @@ class ExpertField:
         pad_mask: (B, P) bool, the valid tokens of the prefix.
         keys, values: (B, L, H, P, head_dim), the VLM's, after the rotary embedding.
         repeats: R, how many chunks in a row each prefix serves.
-        mode: "exact" or "fused".
+        mode: See above.
     """
 
     def __init__(
         self, model: Any, pad_mask: Tensor, keys: Tensor, values: Tensor, *, repeats: int, mode: VelocityMode
     ) -> None:
-        self._model, self._fused = model, mode == "fused"
+        self._model, self._fused = model, mode != "exact"
         network = model.vlm_with_expert
         chunk_size, device = model.config.chunk_size, pad_mask.device
         head_dim = network.vlm.config.text_config.head_dim
@@ -59,21 +59,21 @@ class ExpertField:
         causal = steps[None, :] <= steps[:, None]
         prefix_mask = _repeat(pad_mask, repeats)[:, None, :].expand(-1, chunk_size, -1)
         whole_mask = torch.cat([prefix_mask, causal.expand(len(prefix_mask), -1, -1)], dim=2)
-        shared = (network.num_attention_heads, network.num_key_value_heads, head_dim, repeats, self._fused)
+        shared = (network.num_attention_heads, network.num_key_value_heads, head_dim, repeats, mode)
         joint = Attention(*shared, rotary(offset + steps, head_dim), whole_mask[:, None])
         cross = Attention(*shared, rotary(steps[None, :], head_dim), pad_mask[:, None, None, :])
 
-        self._layers: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
+        self._layers: list[Callable[[Tensor], Tensor]] = []
         for index, layer in enumerate(_expert_layers(network)):
             if layer is None:
                 continue
             parts = layer.self_attn, keys[:, index], values[:, index]
-            attention = (
+            attention: Callable[[Tensor], Tensor] = (
                 _JointAttention(*parts, joint)
                 if _is_joint(network, index)
                 else _CrossAttention(*parts, cross)
             )
-            self._layers.append((layer, attention))
+            self._layers.append(prepared_layer(layer, attention, mode))
 
         # In float64, as LeRobot has it.
         width = network.expert_hidden_size
@@ -84,8 +84,8 @@ class ExpertField:
     def __call__(self, x_t: Tensor, time: Tensor) -> Tensor:
         """Velocity (B R, T, D) float32 at x_t (B R, T, D) float32 and time (B R,) float32."""
         hidden = self._embed(x_t, time)
-        for layer, attention in self._layers:
-            hidden = run_layer(layer, attention, hidden, self._fused)
+        for layer in self._layers:
+            hidden = layer(hidden)
         normed = normalized(self._model.vlm_with_expert.lm_expert.norm, hidden, self._fused)
         return self._model.action_out_proj(normed.float())
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from lerobot.policies.common.vla_utils import make_att_2d_masks
@@ -24,7 +24,8 @@ from torch import Tensor
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import rows_as_sampled
 from flowrl.graphs import GraphCache
-from flowrl.policy.expert import ExpertField, VelocityMode
+from flowrl.policy.attention import VelocityMode
+from flowrl.policy.expert import ExpertField
 from flowrl.policy.folder import CONFIG, VLM, PolicyFolder, replace_json_string
 from flowrl.policy.interface import FlowSpec, VelocityField
 from flowrl.policy.lerobot_policy import LeRobotFlowPolicy
@@ -81,7 +82,7 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         images, image_masks = self.module.prepare_images(batch)
         text = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
         state = self.module.prepare_state(batch)
-        if self.velocity_mode == "fused" and FusedVLM.supports(model):
+        if self.velocity_mode != "exact" and FusedVLM.supports(model):
             return self._encode_fused([*images, *image_masks, *text, state], len(images))
         embeddings, pad_mask, attention_mask = model.embed_prefix(images, image_masks, *text, state=state)
         _, cache = model.vlm_with_expert.forward(
@@ -120,12 +121,14 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
 
     def choose_velocity(self, mode: str) -> None:
         """auto: fused on a GPU, where chains are also replayed as CUDA graphs; exact elsewhere. See `expert`."""
-        if mode not in ("auto", "exact", "fused"):
-            raise FlowRLError(f"--velocity {mode!r}: must be auto, exact or fused")
         on_gpu = self.device.type == "cuda"
-        self.velocity_mode = "fused" if mode == "fused" or (mode == "auto" and on_gpu) else "exact"
+        if mode == "auto":
+            mode = "fused" if on_gpu else "exact"
+        if mode not in get_args(VelocityMode):
+            raise FlowRLError(f"--velocity {mode!r}: must be auto, {', '.join(get_args(VelocityMode))}")
+        self.velocity_mode = cast(VelocityMode, mode)
         self.graphs = self._encoders = None
-        if on_gpu and self.velocity_mode == "fused":
+        if on_gpu and mode != "exact":
             expert = list(self.trainable_parameters().values())
             self.graphs = GraphCache("the denoising", self.device, expert)
             self._encoders = GraphCache("the encoder", self.device, self._fused_vlm.weights())

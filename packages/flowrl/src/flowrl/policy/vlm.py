@@ -16,7 +16,7 @@ import torch
 from lerobot.policies.common.vla_utils import make_att_2d_masks
 from torch import Tensor, nn
 
-from flowrl.policy.attention import Attention, layer_input, projections, rotary, run_layer
+from flowrl.policy.attention import Attention, layer_input, prepared_layer, projections, rotary
 
 
 class FusedVLM:
@@ -83,8 +83,15 @@ class FusedVLM:
         visible = make_att_2d_masks(pad_mask, block)
         head_dim = network.vlm.config.text_config.head_dim
         table = rotary(torch.cumsum(pad_mask, dim=1) - 1, head_dim)
-        shared = (network.num_attention_heads, network.num_key_value_heads, head_dim, 1, True)
-        context = Attention(*shared, table, visible[:, None])
+        context = Attention(
+            network.num_attention_heads,
+            network.num_key_value_heads,
+            head_dim,
+            repeats=1,
+            mode="fused",
+            table=table,
+            visible=visible[:, None],
+        )
         keys, values = [], []
         layers = self._vlm.text_model.layers[: network.num_vlm_layers]
         for number, layer in enumerate(layers, 1):
@@ -97,7 +104,7 @@ class FusedVLM:
                 return context.attend(query, context.keys(key), context.values(value))
 
             if number < len(layers):
-                hidden = run_layer(layer, attend, hidden, fused=True)
+                hidden = prepared_layer(layer, attend, "fused")(hidden)
             else:
                 _, key, value = project(layer_input(layer, hidden, fused=True))
                 keys.append(key.transpose(1, 2))
