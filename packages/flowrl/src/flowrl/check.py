@@ -30,6 +30,7 @@ from flowrl.checks import (
     distinct_starts,
     likelihood,
     reload,
+    same_chunks,
     update,
 )
 from flowrl.config import (
@@ -119,9 +120,11 @@ class _Session:
 
     def load_as(self, expert_dtype: str, path: str | None = None) -> FlowPolicy:
         rename = parse_rename(self.config.rename)
-        return self.load(
+        policy = self.load(
             path or self.config.policy, device=self.device, expert_dtype=expert_dtype, rename=rename
         )
+        policy.choose_velocity(self.config.velocity)
+        return policy
 
     def same_as_eval(self) -> CheckResult:
         """Records of flowrl-eval, plain, against those of the batched path and of training's, one scene at a time."""
@@ -142,6 +145,8 @@ class _Session:
             return records
 
         loaded, pipeline = self.load_as("loaded"), EvalConfig.pipeline
+        for policy in (loaded, self.policy):  # other ways of the velocity round otherwise; their row is (d)
+            policy.choose_velocity("exact")
         plain = run(run_plain, loaded, "plain, expert as loaded")
         batched = run(run_fast, loaded, "--fast", config.workers, pipeline)
         single = run(run_fast, loaded, "training's path, expert as loaded", 1, 1)
@@ -157,6 +162,9 @@ class _Session:
             ),
             distinct_starts(self._starts(), self._starts()),
         ]
+        self.policy.choose_velocity(config.velocity)
+        if self.policy.velocity_mode != "exact":
+            rows.append(same_chunks(self.policy, *self._first_batch))
         details = {
             "plain": plain,
             "--fast": batched,

@@ -147,6 +147,7 @@ def save_checkpoint(
         "meta": dict(meta or {}),
         "sampler": _sampler_record(policy, noise),
         "dtypes": getattr(policy, "dtypes", {}),
+        "velocity": policy.velocity_mode,
         "versions": {name: _version(name) for name in _PACKAGES},
         "optimizers": optimizer_records,
     }

@@ -20,6 +20,8 @@ from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
 from flowrl.rollout import Decisions
 
+CHUNK_LIMIT = 5e-4
+"""Largest difference of a noise-free action from the library's own [normalized]: 0.01 degrees where joints spread by 20."""
 RATIO_LIMIT = 1e-3
 """Largest |ratio - 1| of a chain that is rescored in another composition of its batch, float32."""
 MINIBATCH, MAX_SINGLE = 16, 64
@@ -69,6 +71,30 @@ def compare_records(what: str, reference: Records, others: Records, *, required:
             f"{name} {size:.3g}" if size else name for name, size in fields.items()
         ),
         "passed": equal if required else None,
+    }
+
+
+@torch.no_grad()
+def same_chunks(
+    policy: FlowPolicy, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor
+) -> Row:
+    """Noise-free chunks of a policy whose velocity is not the exact one, against those of the policy's own library.
+
+    Args:
+        policy: The policy.
+        observation, tasks, x_0: As in `FlowPolicy.predict_action_chunk`.
+    """
+    chain = sample_chain(policy, policy.encode(observation, tasks), x_0.to(policy.device))
+    own = policy.unnormalize(chain.actions[..., : policy.spec.action_dim])
+    library = policy.predict_action_chunk(observation, tasks, x_0)
+    normalized = [policy.normalize(chunk.to(policy.device)).float() for chunk in (own, library)]
+    difference = (normalized[0] - normalized[1]).abs().amax(dim=(1, 2))
+    return {
+        "what": f"(d) chunks of the {policy.velocity_mode} velocity, within {CHUNK_LIMIT:g} normalized",
+        "scenes": len(difference),
+        "equal": int((difference <= CHUNK_LIMIT).sum()),
+        "largest differences": f"{float(difference.max()):.2g}",
+        "passed": bool((difference <= CHUNK_LIMIT).all()),
     }
 
 

@@ -39,6 +39,12 @@ class TrainConfig:
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
     """Threads of torch on the CPU. More of them starve the simulators."""
+    velocity: Literal["auto", "exact", "fused", "split"] = "auto"
+    """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
+    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. auto: fused on a GPU, else exact."""
+    update_precision: Literal["float32", "tf32"] = "float32"
+    """Precision of the update's matrix products on a GPU. tf32 is several times as fast, with 10 bits of mantissa; the
+    old log-probabilities are then scored by the same products, and sampling stays in float32."""
     offload: Literal["auto", "gpu", "cpu"] = "auto"
     """Where an iteration's encoded observations wait for the update: gpu, cpu (pinned host memory), or auto: on the GPU while
     they fit. The results are the same. Without a GPU it has no effect."""
@@ -167,6 +173,9 @@ class EvalConfig:
     """Run the action expert in float32 instead of the checkpoint's own dtype, as training does."""
     video_episodes: int = 0
     """Write videos of the first so many episodes into --out/videos; of finished results, those that are missing."""
+    velocity: Literal["auto", "exact", "fused", "split"] = "auto"
+    """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
+    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. auto: fused on a GPU, else exact."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -203,6 +212,9 @@ class CheckConfig:
     """Environments that run side by side."""
     seconds: float = 20.0
     """Time limit of an episode [s], for environments that take a `seconds` argument."""
+    velocity: Literal["auto", "exact", "fused", "split"] = "auto"
+    """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
+    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. auto: fused on a GPU, else exact."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2

@@ -124,6 +124,9 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         "device_type": device.type,
         "torch_threads": config.torch_threads,  # threads and, on a GPU, the batch size choose kernels
         "batch": largest_batch(config) if config.fast and device.type != "cpu" else None,
+        "velocity": config.velocity
+        if config.fast and (device.type, config.velocity) != ("cpu", "auto")
+        else None,
         "versions": machine["versions"],
     }
     settings = json.loads(json.dumps(settings))
@@ -141,6 +144,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         expert_dtype="float32" if config.expert_fp32 else "loaded",
         rename=parse_rename(config.rename),
     )
+    policy.choose_velocity(config.velocity)
     noise = load_noise(path, policy) if config.noise else None
     spec = find_spec(config.env_id)
     kwargs = resolve_env_kwargs(spec, parse_env_kwargs(config.env_kwargs), config.seconds, policy.spec)

@@ -20,6 +20,7 @@ from flowrl.gradient_noise import GradientSums, NoiseScale, episode_groups
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel, gaussian_entropy
+from flowrl.precision import Precision, matrix_products
 from flowrl.rollout import Decisions
 
 LOG_RATIO_LIMIT = 20.0
@@ -136,6 +137,7 @@ class PPO:
         self.policy, self.noise, self.critic, self.config = policy, noise, critic, config
         policy.module.eval()  # dropout would score a chain by another network than the one that sampled it
         self.lr = config.lr
+        self.precision: Precision = config.update_precision if policy.device.type == "cuda" else "float32"
         self.groups: list[list[nn.Parameter]] = [
             list(policy.trainable_parameters().values()),
             list(noise.parameters()),
@@ -243,7 +245,8 @@ class PPO:
 
     def _log_prob(self, decisions: Decisions, index: Tensor) -> Tensor:
         """The update's own kernel: all denoising steps of the chosen decisions in one batch, differentiable."""
-        return rescore_flat(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
+        with matrix_products(self.precision):
+            return rescore_flat(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
 
     def _minibatches(
         self, num_decisions: int, iteration: int, epoch: int, device: torch.device
@@ -296,7 +299,8 @@ class PPO:
                         share * clip_fraction,
                     ]
                 )
-            loss.backward()
+            with matrix_products(self.precision):
+                loss.backward()
             row[1] = by_size * v_loss.detach()
             total += row
         zero = torch.zeros((), device=index.device)
@@ -368,7 +372,8 @@ class PPO:
                     new = self._log_prob(decisions, part)
                     loss, _, _ = self._policy_loss(decisions, part, new, old[part], advantage)
                     by_size, by_elements = len(part) / len(old), self._share(decisions, part, everything)
-                    (loss * (by_elements if self.config.ratio == "element" else by_size)).backward()
+                    with matrix_products(self.precision):
+                        (loss * (by_elements if self.config.ratio == "element" else by_size)).backward()
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.groups[0]]
             sums.add(len(groups) * torch.cat([gradient.flatten() for gradient in gradients]))
         self.optimizer.zero_grad()

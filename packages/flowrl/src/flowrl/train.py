@@ -105,6 +105,7 @@ class Run:
             expert_dtype="loaded" if config.expert_bf16 else "float32",
             rename=parse_rename(config.rename),
         )
+        self.policy.choose_velocity(config.velocity)
         spec = find_spec(config.env_id)
         self.env_kwargs = parse_env_kwargs(config.env_kwargs)
         kwargs = resolve_env_kwargs(spec, self.env_kwargs, config.seconds, self.policy.spec)
