@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl.checkpoint import resolve_checkpoint, save_checkpoint
 from flowrl.config import TrainConfig
 from flowrl.flow.likelihood import rescore, rescore_flat
+from flowrl.flow.sampler import sample_chain
 from flowrl.gae import normalize_advantages
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
@@ -75,9 +76,7 @@ def compare_records(what: str, reference: Records, others: Records, *, required:
 
 
 @torch.no_grad()
-def same_chunks(
-    policy: FlowPolicy, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor
-) -> Row:
+def same_chunks(policy: FlowPolicy, observation: Mapping[str, Any], tasks: Sequence[str], x_0: Tensor) -> Row:
     """Noise-free chunks of a policy whose velocity is not the exact one, against those of the policy's own library.
 
     Args:
