@@ -15,6 +15,7 @@ import torch
 
 from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
+from flowrl.finite import check_rewards
 from flowrl.flow.sampler import episode_noise
 from flowrl.policy.interface import FlowPolicy
 from flowrl.progress import Progress
@@ -36,12 +37,13 @@ def evaluate_plain(
     `on_episode` is called with each episode at its end.
 
     Raises:
-        FlowRLError: failing environment, no instruction, or actions that are not finite.
+        FlowRLError: failing environment, no instruction, or actions or rewards that are not finite.
     """
     with Progress(label, len(scenes), "episode") as progress:
         records = []
         for number, scene in enumerate(scenes):
             episode = run_episode(policy, env, number, scene, default_task)
+            check_rewards([episode])
             on_episode(episode)
             records.append(episode.record())
             progress.advance()

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -134,7 +135,17 @@ class Record:
         write_json(self.out / "args.json", self.args)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Appends one line; it is on the disk when this returns, before any checkpoint of its iteration."""
+        """Appends one line; it is on the disk when this returns, before any checkpoint of its iteration.
+
+        Raises:
+            FlowRLError: a value is not finite (then nothing is written), or the disk is full.
+        """
+        wrong = [f"{k} {v}" for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+        if wrong:
+            raise FlowRLError(
+                f"{self.out / 'log.jsonl'}: {', '.join(wrong)} of iteration {line['iteration']} is not finite; look at the "
+                "environment's metrics. What was written before is complete"
+            )
         with writing(self.out / "log.jsonl"):
             self._log.write(json.dumps(line, allow_nan=False) + "\n")
             self._log.flush()

@@ -18,6 +18,7 @@ from flowrl.device import prepare_torch
 from flowrl.errors import FlowRLError
 from flowrl.exploration import describe_noise_tax, make_noise, measure_noise_tax
 from flowrl.facts import control_rate
+from flowrl.finite import check_advantages
 from flowrl.gae import estimate_interleaved, normalize_advantages
 from flowrl.gain import Validation, describe_collapse, gain
 from flowrl.gradient_noise import NoiseScale
@@ -223,10 +224,15 @@ class Run:
                 return Rollout([], None, {}, 0.0, 0, interrupted=True)
 
     def learn(self, iteration: int, rollout: Rollout) -> dict[str, Any]:
-        """Advantages and update; returns the iteration's line of the log, still without validation."""
+        """Advantages and update; returns the iteration's line of the log, still without validation.
+
+        Raises:
+            FlowRLError: rewards, advantages or losses that are not finite; the first two have changed nothing.
+        """
         start = time.perf_counter()
         config, decisions = self.config, rollout.decisions
         assert decisions is not None
+        records = episode_records(rollout)
         with torch.no_grad():
             values = self.critic(decisions.features).cpu().numpy()
             final_values = {
@@ -238,6 +244,7 @@ class Run:
         advantages, returns = estimate_interleaved(
             decisions.episode, decisions.order, values, rewards, final_values, config.gamma, config.lam
         )
+        check_advantages(advantages, decisions.episode, rollout.episodes)
         with Progress(
             f"iteration {iteration}: update", config.epochs * len(decisions), "decision"
         ) as progress:
@@ -248,10 +255,7 @@ class Run:
         self.next_index += config.episodes
         self.iteration = iteration
         sigma = self.noise.sigma(decisions.features).detach()
-        fields = {
-            f"train_{name}": value
-            for name, value in summary(episode_records(rollout), self.log_metrics).items()
-        }
+        fields = {f"train_{name}": value for name, value in summary(records, self.log_metrics).items()}
         return (
             empty_line(iteration, self.log_metrics)
             | fields

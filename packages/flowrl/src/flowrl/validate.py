@@ -8,6 +8,7 @@ from gymnasium.vector import VectorEnv
 
 from flowrl.episode import Episode
 from flowrl.errors import FlowRLError
+from flowrl.finite import check_rewards
 from flowrl.metrics import SUCCESS_ONLY, LogMetrics, mean_interval, summarize_episodes, wilson_interval
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
@@ -51,7 +52,12 @@ def validate(
 
 
 def episode_records(rollout: Rollout) -> list[dict[str, Any]]:
-    """The episodes' records in the order of their scenes."""
+    """The episodes' records in the order of their scenes.
+
+    Raises:
+        FlowRLError: a reward is not finite.
+    """
+    check_rewards(rollout.episodes)
     return [episode.record() for episode in rollout.episodes]
 
 
