@@ -1,5 +1,7 @@
 """The action expert as flowrl runs it, against LeRobot's own denoising step."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from small_smolvla import SMALL, statistics
 from transformers import DynamicCache
 
+from flowrl import checks
+from flowrl.checkpoint import save_checkpoint
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, sample_chain
@@ -215,3 +219,24 @@ def test_the_fused_encoder_masks_an_absent_camera(folder_copy, make_observation,
     ours = policy.encode(observation, tasks(2)).tensors
     assert torch.equal(ours["pad_mask"], expected["pad_mask"])
     torch.testing.assert_close(ours["keys"][..., -1, :], expected["keys"][..., -1, :], rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_compares_the_fast_chunks_with_the_librarys(fused, make_observation, tasks, monkeypatch):
+    batch = make_observation(2), tasks(2), torch.randn(2, 50, 6)
+    row = checks.same_chunks(fused, *batch)
+    assert (row["passed"], row["equal"], row["scenes"]) == (True, 2, 2)
+    monkeypatch.setattr(checks, "CHUNK_LIMIT", 0.0)
+    assert not checks.same_chunks(fused, *batch)["passed"]
+
+
+def test_a_checkpoint_records_how_the_velocity_was_computed(fused, tmp_path):
+    folder = save_checkpoint(tmp_path / "checkpoint", fused)
+    assert json.loads((folder / "flowrl.json").read_text())["velocity"] == fused.velocity_mode
+    assert SmolVLAFlowPolicy.load(folder).velocity_mode == "exact"
+
+
+def test_matrix_products_restore_the_precision_that_was_set():
+    with pytest.raises(KeyError), matrix_products("tf32"):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == "highest"
