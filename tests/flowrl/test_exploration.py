@@ -13,7 +13,7 @@ from flowrl.checkpoint import load_training_state
 from flowrl.config import EvalConfig, TrainConfig, check_config
 from flowrl.errors import FlowRLError
 from flowrl.evaluate import evaluate, run_fast
-from flowrl.exploration import load_noise, noise_tax
+from flowrl.exploration import describe_noise_tax, load_noise, noise_tax
 from flowrl.metrics import wilson_interval
 from flowrl.resume import recorded_config
 from flowrl.scenes import fixed_scenes
@@ -156,9 +156,20 @@ def test_the_tax_is_told_and_not_measured_again_by_a_resumed_run(tmp_path, capsy
     assert json.loads((tmp_path / "run" / "args.json").read_text())["noise_tax"] == before
 
 
-def test_an_environment_without_success_has_no_tax():
-    with pytest.raises(FlowRLError, match="--noise-tax-episodes"):
-        noise_tax([{"success": None}], [{"success": None}])
+def test_an_environment_without_success_is_taxed_in_returns():
+    none, noisy = (
+        [{"return": value} for value in values] for values in ((-1.0, -3.0, -5.0), (-2.0, -4.0, -9.0))
+    )
+    tax = noise_tax(none, noisy)
+    # differences -1, -1, -4: mean -2, sample variance (1 + 1 + 4) / 2 = 3, standard error 1
+    assert (tax["return_without_noise"], tax["return_with_noise"], tax["paired_difference"]) == (-3, -5, -2)
+    assert tax["paired_ci95"] == pytest.approx((-2 - 1.959964, -2 + 1.959964))
+    told = describe_noise_tax(tax)
+    assert "return without noise -3 (" in told and told.endswith("paired difference -2 (-3.96 to -0.04004)")
+    single = describe_noise_tax(noise_tax(none[:1], noisy[:1]))
+    assert single == "noise tax: return without noise -1, with it -2, paired difference -1"
+    with pytest.raises(FlowRLError, match="some episodes only"):
+        noise_tax([{"success": True, "return": 1.0}], [{"return": 1.0}])
 
 
 # ---- flags that do not go together

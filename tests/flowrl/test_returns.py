@@ -66,6 +66,13 @@ def test_training_logs_returns_and_keeps_the_best_mean_return(folder, tmp_path):
     assert meta is not None and meta["best_bound"] < -1 and meta["best_iteration"] == meta["iteration"]
 
 
+def test_the_noise_tax_is_told_in_returns(folder, tmp_path, capfd):
+    out = train(train_config(folder, tmp_path / "run", iterations=0, noise_tax_episodes=2))
+    tax = json.loads((out / "args.json").read_text())["noise_tax"]
+    assert tax["return_with_noise"] - tax["return_without_noise"] == pytest.approx(tax["paired_difference"])
+    assert tax["paired_difference"] != 0 and "noise tax: return without noise -" in capfd.readouterr().err
+
+
 def test_the_reward_scale_changes_what_the_critic_sees_and_no_reported_return(folder, tmp_path):
     one, other = (
         train(train_config(folder, tmp_path / str(scale), iterations=1, reward_scale=scale))

@@ -55,9 +55,10 @@ class TrainConfig:
     """Iterations: each collects episodes, then updates the weights."""
     envs: int = 10
     """Environments that run side by side."""
-    pipeline: int = 2
+    pipeline: int = 0
     """Groups that the environments are dealt into, of at least two: while some simulate, another has its chunks sampled. The
-    results are the same, on a GPU up to the rounding of batches of another size."""
+    results are the same, on a GPU up to the rounding of batches of another size. 0: 2 on a GPU, and 1 on a CPU, where the
+    policy takes the simulators' cores."""
     episodes: int = 100
     """Training episodes an iteration."""
     seconds: float = 20.0
@@ -74,7 +75,7 @@ class TrainConfig:
     val_every: int = 5
     """Validate before the first update and after every so many iterations."""
     noise_tax_episodes: int = 0
-    """Measure what the exploration noise costs in success, on so many validation scenes, before the run. 0: do not."""
+    """Measure what the exploration noise costs in success (or return), on so many validation scenes, before the run. 0: do not."""
     save_every: int = 5
     """Keep a checkpoint after every so many iterations. A run that is killed repeats those since the last one."""
 
@@ -161,8 +162,9 @@ class EvalConfig:
     """Seed of the scenes."""
     workers: int = 10
     """Environments that run side by side, with --fast."""
-    pipeline: int = 2
-    """Groups that these are dealt into, of at least two: while some simulate, another has its chunks sampled."""
+    pipeline: int = 0
+    """Groups that these are dealt into, of at least two: while some simulate, another has its chunks sampled. 0: 2 on a GPU, 1
+    on a CPU."""
     seconds: float = 20.0
     """Time limit of an episode [s], for environments that take a `seconds` argument."""
     fast: bool = False
@@ -240,7 +242,6 @@ def flag(name: str) -> str:
 
 AT_LEAST_ONE = (
     "envs",
-    "pipeline",
     "episodes",
     "val_episodes",
     "val_every",
@@ -255,6 +256,7 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = (
     "iterations",
+    "pipeline",
     "critic_warmup",
     "critic_epochs",
     "video_episodes",

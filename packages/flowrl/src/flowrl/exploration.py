@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flowrl.checkpoint import load_training_state
 from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
-from flowrl.metrics import paired_difference, wilson_interval
+from flowrl.metrics import mean_interval, paired_difference, paired_mean_difference, wilson_interval
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel
 from flowrl.randomness import random_state, restore_random_state
 from flowrl.scenes import Scene
-from flowrl.validate import validate
+from flowrl.validate import reports_success, validate
 from flowrl.vector_env import Environments
 
 _ALWAYS = ("basis", "num_modes")
@@ -69,7 +70,7 @@ def measure_noise_tax(
     The random generators are left as they were, so that a run does not depend on whether this is measured.
 
     Raises:
-        FlowRLError: failing environment, or one that reports no success.
+        FlowRLError: failing environment, or one that reports success in some episodes only.
     """
     before = random_state(policy.device)
     none, noisy = (
@@ -83,14 +84,26 @@ def measure_noise_tax(
 def noise_tax(none: Sequence[Mapping[str, Any]], noisy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the noise costs: success without it and with it on the same scenes, with 95 % intervals, for the record.
 
+    Where the environment reports no success, the mean returns; of a single episode the intervals are None then.
+
     Args:
         none, noisy: Records of the episodes, in the same order of scenes.
 
     Raises:
-        FlowRLError: the environment reports no success.
+        FlowRLError: success is reported in some episodes only.
     """
-    if any(record.get("success") is None for record in (*none, *noisy)):
-        raise FlowRLError("--noise-tax-episodes: the environment reports no success; leave it out")
+    if not reports_success([*none, *noisy]):
+        returns = [[float(record["return"]) for record in records] for records in (none, noisy)]
+        cost, interval = paired_mean_difference(*returns)
+        return {
+            "episodes": len(none),
+            "return_without_noise": fmean(returns[0]),
+            "ci95_without_noise": mean_interval(returns[0]),
+            "return_with_noise": fmean(returns[1]),
+            "ci95_with_noise": mean_interval(returns[1]),
+            "paired_difference": cost,
+            "paired_ci95": interval,
+        }
     without, with_ = ([bool(record["success"]) for record in records] for records in (none, noisy))
     difference = paired_difference(without, with_)
     return {
@@ -107,6 +120,17 @@ def noise_tax(none: Sequence[Mapping[str, Any]], noisy: Sequence[Mapping[str, An
 
 def describe_noise_tax(tax: Mapping[str, Any]) -> str:
     """The tax in a line."""
+    if "return_without_noise" in tax:
+        without, with_, cost = (
+            f"{tax[value]:{form}}"
+            + ("" if tax[ci] is None else f" ({tax[ci][0]:{form}} to {tax[ci][1]:{form}})")
+            for value, ci, form in (
+                ("return_without_noise", "ci95_without_noise", ".4g"),
+                ("return_with_noise", "ci95_with_noise", ".4g"),
+                ("paired_difference", "paired_ci95", "+.4g"),
+            )
+        )
+        return f"noise tax: return without noise {without}, with it {with_}, paired difference {cost}"
 
     def rate(kind: str) -> str:
         low, high = tax[f"ci95_{kind}_noise"]

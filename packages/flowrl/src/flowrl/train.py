@@ -110,8 +110,7 @@ class Run:
         spec = find_spec(config.env_id)
         self.env_kwargs = parse_env_kwargs(config.env_kwargs)
         kwargs = resolve_env_kwargs(spec, self.env_kwargs, config.seconds, self.policy.spec)
-        sizes, pipeline = self.policy.spec, config.pipeline
-        self.vec_envs = make_vector_envs(config.env_id, config.envs, kwargs, sizes, pipeline)
+        self.vec_envs = make_vector_envs(config.env_id, config.envs, kwargs, self.policy, config.pipeline)
         self.failed, self.log_metrics = False, log_metrics_of(self.vec_envs[0])
         self.iteration, self.next_index, self.best_iteration = 0, 0, -1
         self.best_bound: float | None = None
@@ -292,10 +291,8 @@ class Run:
             records, seconds = self.validate(stop)
             if records is not None:
                 self.pending = None
-                fields = summary(records, self.log_metrics)
-                line = (
-                    line | {f"val_{name}": value for name, value in fields.items()} | {"val_seconds": seconds}
-                )
+                fields = summary(records, self.log_metrics) | {"seconds": seconds}
+                line = line | {f"val_{name}": value for name, value in fields.items()}
                 line |= self._compare_with_start(Validation.of(records))
                 bound = validation_bound(records)
                 if self.best_bound is None or bound >= self.best_bound:
