@@ -1,7 +1,7 @@
 """A small Gymnasium environment with chunked actions, which honours what flowrl reads of an environment. No torch here."""
 
+import random
 import time
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -115,24 +115,20 @@ class DyingEnv(ToyReachEnv):
         return super().step(action)
 
 
-class GatedEnv(ToyReachEnv):
-    """A step of scene 0 does not end before the file `gate` exists; an error after 30 s."""
+class JitterEnv(ToyReachEnv):
+    """Resets and steps take up to 30 ms, another time in every run."""
 
-    def __init__(self, gate: str = "") -> None:
-        super().__init__()
-        self.gate = Path(gate)
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
+        time.sleep(0.03 * random.random())
+        return super().reset(seed=seed, options=options)
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
-        give_up = time.monotonic() + 30
-        while self.index == 0 and not self.gate.exists():
-            if time.monotonic() > give_up:
-                raise RuntimeError("nobody opened the gate")
-            time.sleep(0.01)
+        time.sleep(0.03 * random.random())
         return super().step(action)
 
 
 KWARGS = {"seconds": 20.0, "chunk_size": CHUNK_SIZE, "reward": "success"}
 gymnasium.register("ToyReach-v0", entry_point="toy_env:ToyReachEnv", kwargs=KWARGS)
 gymnasium.register("ToyBare-v0", entry_point="toy_env:BareEnv")
-gymnasium.register("ToyGated-v0", entry_point="toy_env:GatedEnv", kwargs={"gate": ""})
+gymnasium.register("ToyJitter-v0", entry_point="toy_env:JitterEnv", kwargs=KWARGS)
 gymnasium.register("ToyDying-v0", entry_point="toy_env:DyingEnv", kwargs=KWARGS)

@@ -79,18 +79,23 @@ def test_decisions_do_not_depend_on_environments_or_groups(envs, one_env, groups
         assert torch.equal(state, other_state)
 
 
-def test_groups_are_equal_and_have_two_environments_at_least():
-    assert group_sizes(96, 2) == [48, 48] and group_sizes(11, 3) == [4, 4, 3]
-    assert group_sizes(3, 2) == [3] and group_sizes(4, 2) == [2, 2] and group_sizes(5, 8) == [3, 2]
-    assert group_sizes(1, 2) == [1] and group_sizes(6, 1) == [6]
+@pytest.mark.parametrize(
+    ("num_envs", "pipeline", "device", "sizes"),
+    [
+        (96, 2, "cpu", [48, 48]), (11, 3, "cpu", [4, 4, 3]), (3, 2, "cuda", [3]), (4, 2, "cpu", [2, 2]),
+        (5, 8, "cpu", [3, 2]), (1, 2, "cpu", [1]), (6, 1, "cuda", [6]), (6, 0, "cpu", [6]), (6, 0, "cuda", [3, 3]),
+    ],
+)  # fmt: skip
+def test_groups_are_equal_and_have_two_environments_at_least(num_envs, pipeline, device, sizes):
+    assert group_sizes(num_envs, pipeline, torch.device(device)) == sizes
 
 
 def test_class_whose_calls_cannot_be_pending_has_one_group():
-    vec_envs = make_vector_envs("toy_inline:ToyInline-v0", 6, {}, SPEC, 2)
+    vec_envs = make_vector_envs("toy_inline:ToyInline-v0", 6, {}, ToyPolicy(), 2)
     assert [vec_env.num_envs for vec_env in vec_envs] == [6]
     inline = run(vec_envs, noise=noise_model())
     close_vector_env(vec_envs)
-    processes = make_vector_envs("toy_env:ToyReach-v0", 4, {}, SPEC, 2)
+    processes = make_vector_envs("toy_env:ToyReach-v0", 4, {}, ToyPolicy(), 2)
     assert [vec_env.num_envs for vec_env in processes] == [2, 2]
     assert [e.record() for e in run(processes, noise=noise_model()).episodes] == [
         e.record() for e in inline.episodes

@@ -111,7 +111,7 @@ class _Session:
     def __enter__(self) -> "_Session":
         episodes = max(self.config.same_episodes, self.config.noise_episodes)
         count, pipeline = min(self.config.workers, episodes), self.train_config.pipeline
-        self.vec_envs = make_vector_envs(self.config.env_id, count, self.kwargs, self.policy.spec, pipeline)
+        self.vec_envs = make_vector_envs(self.config.env_id, count, self.kwargs, self.policy, pipeline)
         check_spaces(self.vec_envs[0], self.policy.spec)
         return self
 
@@ -152,7 +152,7 @@ class _Session:
         single = run(run_fast, loaded, "training's path, expert as loaded", 1, 1)
         plain_float32 = run(run_plain, self.policy, f"plain, expert in {self.expert_dtype}")
         single_float32 = run(run_fast, self.policy, f"training's path, expert in {self.expert_dtype}", 1, 1)
-        size = group_sizes(min(config.workers, len(self.scenes)), pipeline)[0]
+        size = group_sizes(min(config.workers, len(self.scenes)), pipeline, self.device)[0]
         on_cpu = self.device.type == "cpu"
         rows = [
             compare_records(f"(a) --fast, batches of {size}", plain, batched, required=on_cpu or size == 1),

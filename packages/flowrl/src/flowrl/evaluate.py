@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import torch
 
 from flowrl.action_ranges import describe_ranges, executed_targets, joint_ranges, warn_of_ranges
 from flowrl.checkpoint import resolve_checkpoint
@@ -123,7 +124,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         **{name: getattr(config, name) for name in ("seconds", "fast", "noise", "expert_fp32")},
         "device_type": device.type,
         "torch_threads": config.torch_threads,  # threads and, on a GPU, the batch size choose kernels
-        "batch": largest_batch(config) if config.fast and device.type != "cpu" else None,
+        "batch": largest_batch(config, device) if config.fast and device.type != "cpu" else None,
         "velocity": config.velocity
         if config.fast and (device.type, config.velocity) != ("cpu", "auto")
         else None,
@@ -234,7 +235,7 @@ def run_fast(
     on_episode: Callable[[Episode], None] = lambda _: None,
 ) -> tuple[list[dict[str, Any]], EnvironmentFacts]:
     """One record per scene, batched over `workers` environments by the trainer's rollout, and what to report of them."""
-    vec_envs = make_vector_envs(env_id, min(workers, len(scenes)), env_kwargs, policy.spec, pipeline)
+    vec_envs = make_vector_envs(env_id, min(workers, len(scenes)), env_kwargs, policy, pipeline)
     failed = True
     try:
         check_spaces(vec_envs[0], policy.spec)
@@ -303,9 +304,9 @@ def describe(numbers: Mapping[str, Any]) -> str:
     return f"return {numbers['return']:.4g}{interval}, {numbers['episodes']} episodes"
 
 
-def largest_batch(config: EvalConfig) -> int:
+def largest_batch(config: EvalConfig, device: torch.device) -> int:
     """Observations that --fast encodes at once."""
-    return group_sizes(min(config.workers, config.episodes), config.pipeline)[0]
+    return group_sizes(min(config.workers, config.episodes), config.pipeline, device)[0]
 
 
 def policy_name(path: str) -> str:

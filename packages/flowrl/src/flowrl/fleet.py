@@ -1,13 +1,13 @@
 """The environments of a rollout in groups: while some simulate, another has its next chunks sampled.
 
-A group is one vector environment with a call that is pending or an answer that was taken in. All groups take their scenes
-from one queue, and whichever has answered is served next, so none waits for another's slowest environment.
+The groups take turns in a fixed order, and their scenes from one queue: none waits for the end of another's episodes. Which
+environment runs which scene, and which observations are one batch, depends on the episodes alone and never on who was
+faster, so that a run on a GPU, where kernels depend on the batch, can be repeated.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,13 +19,11 @@ from flowrl.errors import FlowRLError
 from flowrl.scenes import Scene
 from flowrl.vector_env import begin_reset, begin_step, environment_errors, info_of
 
-PATIENCE_S = 10.0
-"""When no group has answered for so long, the one that was called first is waited for by its own means, which may know a
-time limit [s]."""
-
 
 class Fleet:
     """Runs one episode on every scene; a context manager that leaves no call pending.
+
+    `begin`, then until it is not `busy`: `wait` for a group, `refill` it, and `step` it if it has episodes.
 
     Args:
         vec_envs: The groups, of one kind. More than one must be Gymnasium's AsyncVectorEnv or a subclass.
@@ -59,22 +57,26 @@ class Fleet:
 
     def begin(self) -> None:
         """Starts the first scenes in every group."""
-        for group in self.groups:
-            group.begin_reset()
-
-    def called(self, group: "Group") -> None:
-        """A group has a call pending now."""
-        self._pending.append(group)
+        self._pending += [group for group in self.groups if group.begin_reset()]
 
     def wait(self) -> "tuple[Group, str]":
-        """The next group that has answered, with its answer taken in, and what it had been called for: reset or env.
+        """The group whose turn it is, with its answer taken in, and what it had been called for: reset or env.
 
         Raises:
             FlowRLError: an environment failed.
         """
-        group = self._pending[0] if len(self._pending) == 1 else _first_answered(self._pending)
-        self._pending.remove(group)
+        group = self._pending.pop(0)
         return group, group.receive()
+
+    def refill(self, group: "Group") -> None:
+        """Starts the next scenes on a group's free environments, and waits for them; the others simulate meanwhile."""
+        if group.begin_reset():
+            group.receive()
+
+    def step(self, group: "Group", actions: Mapping[int, np.ndarray]) -> None:
+        """Steps a group's environments whose episodes run, each with its chunk, float32 (T, A); `wait` has the results."""
+        group.begin_step(actions)
+        self._pending.append(group)
 
     def ordered_episodes(self) -> list[Episode]:
         """Those that have begun, in the order of their scenes."""
@@ -118,12 +120,6 @@ class Group:
         self._starting: dict[int, tuple[int, Scene]] = {}
         self._answer: Callable[[], Any] | None = None
 
-    @property
-    def pipes(self) -> list[Connection]:
-        """Those over which the environments answer that were called last."""
-        assert isinstance(self.vec_env, AsyncVectorEnv)
-        return [self.vec_env.parent_pipes[env] for env in self._starting or self.episodes]
-
     def begin_reset(self) -> bool:
         """Starts the next scenes on the environments that are free; False when none is, or no scene is left."""
         free = [env for env in range(self.vec_env.num_envs) if env not in self.episodes]
@@ -145,16 +141,14 @@ class Group:
                 options["index"][env] = scene.index
         with environment_errors("resetting the environments"):
             self._answer = begin_reset(self.vec_env, seed=seeds, options=options)
-        self.fleet.called(self)
         return True
 
     def begin_step(self, actions: Mapping[int, np.ndarray]) -> None:
-        """Steps the environments whose episodes run, each with its chunk, float32 (T, A)."""
+        """Starts a step of the environments whose episodes run."""
         for env, action in actions.items():
             self.actions[env] = action
         with environment_errors("stepping the environments"):
             self._answer = begin_step(self.vec_env, self.actions)
-        self.fleet.called(self)
 
     def receive(self) -> str:
         """Takes in the answer to the pending call; returns what that was: reset or env."""
@@ -209,15 +203,3 @@ class Group:
                 if "is_success" in info:
                     episode.metrics.setdefault("success", bool(info["is_success"]))
                 self.finished[env] = self.episodes.pop(env)
-
-
-def _first_answered(groups: Sequence[Group]) -> Group:
-    """The first group of which every environment that was called has answered, or has died. Sleeps until then."""
-    left = [set(group.pipes) for group in groups]
-    while all(left):
-        ready = wait(set[Any]().union(*left), PATIENCE_S)
-        if not ready:
-            return groups[0]
-        for pipes in left:
-            pipes.difference_update(ready)
-    return groups[left.index(set())]

@@ -126,13 +126,12 @@ def collect(
             if on_episode is not None:
                 for episode in group.finished.values():
                     on_episode(episode)
-            if group.begin_reset():
-                clock.count("reset")
-                continue
+            clock.count(None)
+            fleet.refill(group)
+            clock.count("reset")
             if not group.episodes:
                 continue
 
-            clock.count(None)
             live = group.episodes
             rows = pad_to_two(list(live))
             episodes = [live[row] for row in rows]
@@ -142,7 +141,7 @@ def collect(
             actions = _to_actions(policy, chain, episodes)
             clock.count("sample")
             where = [(episode.number, len(episode.rewards)) for episode in live.values()]
-            group.begin_step(dict(zip(live, actions)))  # of a padded pair the row that is kept
+            fleet.step(group, dict(zip(live, actions)))  # of a padded pair the row that is kept
             clock.count("env")
             if keep_decisions:  # while the environments simulate
                 prefix, chain, features = _without_padding(policy, prefix, chain, len(where))

@@ -22,10 +22,11 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from flowrl.errors import FlowRLError
-from flowrl.policy.interface import FlowSpec
+from flowrl.policy.interface import FlowPolicy, FlowSpec
 from flowrl.sub_environment import SubEnvironmentMaker, make_environment
 
 type Environments = VectorEnv | Sequence[VectorEnv]
@@ -34,9 +35,9 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 def make_vector_envs(
-    env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec, pipeline: int
+    env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowPolicy, pipeline: int
 ) -> list[VectorEnv]:
-    """Environments in processes of their own, with autoreset disabled, in `group_sizes` groups.
+    """Environments in processes of their own, with autoreset disabled, in groups.
 
     The environment's own vector class where it registered one that executes chunks, else Gymnasium's AsyncVectorEnv
     around `sub_environment.make_environment`; one group of a class that is not an AsyncVectorEnv, whose calls cannot
@@ -47,19 +48,43 @@ def make_vector_envs(
         env_id: Gymnasium id, `module:id` to import the module that registers it.
         num_envs: Number of environments of all groups together.
         env_kwargs: Arguments of the environment, see `resolve_env_kwargs`.
-        policy: The policy's sizes: the chunk, and how much of it is executed.
-        pipeline: Groups at most.
+        policy: The policy: its chunk, how much of that is executed, and its device.
+        pipeline: Groups at most; 0: 2 for a policy on a GPU, 1 on a CPU. See `group_sizes`.
 
     Raises:
         FlowRLError: unknown id, failing import, arguments that the environment refuses, or autoreset enabled.
     """
+    return _make_groups(env_id, group_sizes(num_envs, pipeline, policy.device), env_kwargs, policy.spec)
+
+
+def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> VectorEnv:
+    """All environments in one group, see `make_vector_envs`."""
+    return _make_groups(env_id, [num_envs], env_kwargs, policy)[0]
+
+
+def group_sizes(num_envs: int, pipeline: int, device: torch.device) -> list[int]:
+    """Environments in each group: equal up to one, and two at least, since a batch of one is computed as one of two.
+
+    Args:
+        num_envs: Environments of all groups together.
+        pipeline: Groups at most; 0: 2 if the policy works on a GPU beside the simulators, 1 if it takes their cores.
+        device: The policy's.
+    """
+    most = pipeline or (2 if device.type == "cuda" else 1)
+    groups = max(1, min(most, num_envs // 2))
+    return [num_envs // groups + (number < num_envs % groups) for number in range(groups)]
+
+
+def _make_groups(
+    env_id: str, sizes: Sequence[int], env_kwargs: Mapping[str, Any], policy: FlowSpec
+) -> list[VectorEnv]:
     vec_envs: list[VectorEnv] = []
     try:
-        for size in group_sizes(num_envs, pipeline):
+        for size in sizes:
             vec_envs.append(_start_vector_env(env_id, size, env_kwargs, policy))
-            if not isinstance(vec_envs[0], AsyncVectorEnv) and size < num_envs:
+            if not isinstance(vec_envs[0], AsyncVectorEnv) and len(sizes) > 1:
                 close_vector_env(vec_envs.pop())
-                vec_envs.append(_start_vector_env(env_id, num_envs, env_kwargs, policy))
+                vec_envs.append(_start_vector_env(env_id, sum(sizes), env_kwargs, policy))
                 break
         with environment_errors(f"--env-id {env_id}: the first reset failed"):
             answers = [begin_reset(vec_env, seed=0) for vec_env in vec_envs]
@@ -69,17 +94,6 @@ def make_vector_envs(
         close_vector_env(vec_envs, failed=True)
         raise
     return vec_envs
-
-
-def make_vector_env(env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], policy: FlowSpec) -> VectorEnv:
-    """All environments in one group, see `make_vector_envs`."""
-    return make_vector_envs(env_id, num_envs, env_kwargs, policy, 1)[0]
-
-
-def group_sizes(num_envs: int, pipeline: int) -> list[int]:
-    """Environments in each group: equal up to one, and two at least, since a batch of one is computed as one of two."""
-    groups = max(1, min(pipeline, num_envs // 2))
-    return [num_envs // groups + (number < num_envs % groups) for number in range(groups)]
 
 
 def group_list(vec_env: Environments) -> list[VectorEnv]:
