@@ -119,6 +119,31 @@ def test_every_noise_is_measured_on_the_same_scenes_beside_none(finished):
     assert all(r["success"].endswith("/6") for r in results[1].rows)
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"noise_basis": "dct", "noise_modes": 2, "sigma_start": 0.3, "sigma_end": 0.1}, "0.3:0.1 dct 2"),
+        ({"noise_kind": "flow-sde", "flow_sde_level": 0.3}, "flow-sde 0.3 white"),
+        ({"noise_kind": "head"}, "head 0.2:0.002 white"),
+    ],
+)
+def test_the_noise_that_is_asked_for_is_the_one_that_is_checked(changes, name, tmp_path):
+    config = replace(
+        CONFIG,
+        env_id="toy_inline:ToyInline-v0",
+        same_episodes=2,
+        noise_episodes=3,
+        schedules="",
+        out=str(tmp_path),
+    )
+    results = check(replace(config, **changes), TRAIN, load)
+    assert [failed(result.rows) for result in results] == [[]] * 5
+    assert [r["noise"] for r in results[1].rows] == ["none", f"{name}, the policy's own"]
+    assert [r["noise"] for r in results[2].rows] == ["0.2:0.002 white"] * 4 + [name] * 4
+    record = json.loads((tmp_path / "check.json").read_text())
+    assert all(record["training"][flag] == value for flag, value in changes.items())
+
+
 def test_the_program_fails_where_training_samples_on_another_grid_than_the_library(monkeypatch, tmp_path):
     with shifted_grid(monkeypatch, flowrl.flow.sampler, flowrl.flow.likelihood):
         results = check(replace(CONFIG, out=str(tmp_path), same_episodes=2, noise_episodes=2), TRAIN, load)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+from typing import get_type_hints
 
 import pytest
 
-from flowrl.config import EvalConfig, TrainConfig, check_config, parse_env_kwargs, parse_rename
+from flowrl.cli import parse_flags
+from flowrl.config import CheckConfig, EvalConfig, TrainConfig, check_config, parse_env_kwargs, parse_rename
 from flowrl.errors import FlowRLError
+from flowrl.noise_flags import NOISE_FLAGS, noise_flags
 from flowrl.preset import describe_preset, load_preset, with_preset, with_preset_env_kwargs
 
 
@@ -26,6 +29,7 @@ def test_defaults_are_those_of_the_specification():
 def test_defaults_pass_their_own_checks():
     check_config(TrainConfig())
     check_config(EvalConfig())
+    check_config(CheckConfig())
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,29 @@ def test_evaluation_takes_only_what_it_shares_with_training(tmp_path):
     )
     config = with_preset(EvalConfig(), preset)
     assert config.seconds == 10 and config.rename == ("a=b",)
+
+
+def test_check_takes_the_presets_noise_as_its_default_and_its_own_flags_before_it(tmp_path):
+    train = {"noise_basis": "dct", "noise_modes": 2, "sigma_start": 0.3, "sigma_end": 0.15, "lr": 1e-4}
+    defaults = with_preset(CheckConfig(), load_preset(write_preset(tmp_path / "tiny", {"train": train})))
+    assert noise_flags(defaults) == {
+        "noise_kind": "geometric", "sigma_start": 0.3, "sigma_end": 0.15, "learn_sigma": False, "flow_sde_level": 0.5,
+        "noise_basis": "dct", "noise_modes": 2,
+    }  # fmt: skip
+    given = ["--noise-kind", "flow-sde", "--flow-sde-level", "0.3", "--noise-modes", "4"]
+    config = parse_flags(CheckConfig, "", given, defaults)
+    assert (config.noise_kind, config.flow_sde_level, config.noise_modes) == ("flow-sde", 0.3, 4)
+    assert config.sigma_start == 0.3 and config.noise_basis == "dct"
+    check_config(config)
+
+
+def test_noise_flags_of_check_are_those_of_training_with_the_same_defaults_and_refusals():
+    assert noise_flags(CheckConfig()) == noise_flags(TrainConfig())
+    hints = [get_type_hints(config) for config in (TrainConfig, CheckConfig)]
+    assert all(hints[0][name] == hints[1][name] for name in NOISE_FLAGS)
+    for changes in ({"flow_sde_level": 0.7}, {"noise_kind": "head", "learn_sigma": True}, {"sigma_end": 0.0}):
+        with pytest.raises(FlowRLError, match=r"^--"):
+            check_config(dataclasses.replace(CheckConfig(), **changes))
 
 
 def test_checkpoint_brings_the_environment_arguments_it_was_trained_with(tmp_path):

@@ -48,6 +48,7 @@ from flowrl.evaluate import policy_name, run_fast, run_plain
 from flowrl.exploration import make_noise
 from flowrl.flow.sampler import episode_noise
 from flowrl.noise_checks import asked_sizes, noise_cost, noise_size_error
+from flowrl.noise_flags import noise_flags
 from flowrl.plain import reset_scene, stack_observations
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
@@ -77,14 +78,16 @@ def check(
 
     Args:
         config: All flags, presets applied.
-        train_config: How the policy would be trained (its preset applied): noise, learning rate, dtype.
+        train_config: How the policy would be trained (its preset applied): learning rate, minibatch, dtype, seed. The noise is
+            the one of `config`.
         load: Makes the policy: `load(path, device=..., expert_dtype=..., rename=...)`.
 
     Raises:
         FlowRLError: bad input or failing environment.
     """
     check_config(config)
-    session = _Session(config, train_config or TrainConfig(), load)
+    train_config = dataclasses.replace(train_config or TrainConfig(), **noise_flags(config))
+    session = _Session(config, train_config, load)
     results = [session.same_as_eval()]
     with session:
         results += [*session.noise_and_likelihood(), *session.update_and_reload()]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from flowrl.errors import FlowRLError
+from flowrl.noise_flags import check_noise_flags
 
 TEST_SEED = 9_000_003
 """Seed of the test scenes. Nothing that is chosen, trained or tuned may look at them."""
@@ -210,6 +211,20 @@ class CheckConfig:
     """Seed of the scenes on which success is measured with noise."""
     schedules: str = "0.1:0.002,0.2:0.002,0.3:0.003"
     """Noise schedules to measure beside the policy's own: standard deviation at the first and last denoising step."""
+    noise_kind: Literal["geometric", "head", "flow-sde"] = TrainConfig.noise_kind
+    """Exploration noise that training would use, see flowrl-train; its defaults are the policy's preset."""
+    sigma_start: float = TrainConfig.sigma_start
+    """Its standard deviation at the first denoising step [normalized action]."""
+    sigma_end: float = TrainConfig.sigma_end
+    """Its standard deviation at the last denoising step."""
+    learn_sigma: bool = TrainConfig.learn_sigma
+    """Whether its standard deviation is trained."""
+    flow_sde_level: float = TrainConfig.flow_sde_level
+    """a of --noise-kind flow-sde."""
+    noise_basis: Literal["white", "dct"] = TrainConfig.noise_basis
+    """Its basis over the chunk."""
+    noise_modes: int = TrainConfig.noise_modes
+    """Number of cosine modes, with --noise-basis dct."""
     workers: int = 10
     """Environments that run side by side."""
     seconds: float = 20.0
@@ -300,8 +315,10 @@ def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:
     parse_rename(config.rename)
     if isinstance(config, CheckConfig):
         parse_schedules(config.schedules)
+    if not isinstance(config, EvalConfig):
+        check_noise_flags(config)
     if isinstance(config, TrainConfig):
-        _check_noise(config)
+        _check_entropy(config)
     if not isinstance(config, EvalConfig):
         for name in ("train_seed", "val_seed", "seed", "noise_seed"):
             if values.get(name) == TEST_SEED:
@@ -314,22 +331,8 @@ def check_config(config: TrainConfig | EvalConfig | CheckConfig) -> None:
         )
 
 
-def _check_noise(config: TrainConfig) -> None:
-    """Flags of the noise that do not go together."""
-    if config.learn_sigma and config.noise_kind != "geometric":
-        reason = (
-            "is trained anyway" if config.noise_kind == "head" else "has a derived size, which is not trained"
-        )
-        raise FlowRLError(
-            f"--learn-sigma with --noise-kind {config.noise_kind}: that noise {reason}; leave --learn-sigma out"
-        )
-    if config.flow_sde_level != TrainConfig.flow_sde_level and config.noise_kind != "flow-sde":
-        raise FlowRLError(
-            f"--flow-sde-level {config.flow_sde_level} with --noise-kind {config.noise_kind}: it has no effect there; "
-            "give --noise-kind flow-sde, or leave it out"
-        )
-    if not 0 < config.flow_sde_level <= 1:
-        raise FlowRLError(f"--flow-sde-level {config.flow_sde_level}: must be greater than 0 and at most 1")
+def _check_entropy(config: TrainConfig) -> None:
+    """The entropy's weight needs a noise that is trained."""
     if config.entropy_coef and not (config.learn_sigma or config.noise_kind == "head"):
         raise FlowRLError(
             f"--entropy-coef {config.entropy_coef}: the entropy of a noise that is not trained is constant; "

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flowrl.config import CheckConfig, EvalConfig, TrainConfig, flag, parse_env_kwargs
 from flowrl.errors import FlowRLError
+from flowrl.noise_flags import NOISE_FLAGS
 
 PRESET_FILE, RECORD_FILE = "preset.json", "flowrl.json"
 NOT_IN_A_PRESET = ("policy", "out", "resume", "device", "env_kwargs")
@@ -57,9 +58,9 @@ def _read(path: Path) -> dict[str, Any]:
 def with_preset[Config: (TrainConfig, EvalConfig, CheckConfig)](
     defaults: Config, preset: dict[str, dict[str, Any]]
 ) -> Config:
-    """Defaults with the preset's values in their place. An evaluation takes what it has in common with training."""
+    """Defaults with the preset's values in their place. Evaluation and check take what they have in common with training."""
     fields = {field.name for field in dataclasses.fields(defaults)}
-    shared = ("env_id", "rename", "task", "seconds")
+    shared = ("env_id", "rename", "task", "seconds", *NOISE_FLAGS)
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in preset["train"].items()
