@@ -5,8 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from flowrl.config import TrainConfig
+from flowrl.flow.likelihood import rescore, rescore_flat
+from flowrl.flow.sampler import episode_noise, integrate, sample_chain
+from flowrl.policy.noise import NoiseModel
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.prefix import HostPrefix, Prefix, PrefixStore
 from flowrl.record import TIME_FIELDS
 from flowrl.train import train
@@ -74,3 +79,140 @@ def test_rows_in_pinned_memory_come_to_the_device_bit_for_bit():
         rows, expected = joined[index], prefix[index]
         for name, tensor in expected.tensors.items():
             assert rows.tensors[name].device == tensor.device and torch.equal(rows.tensors[name], tensor)
+
+
+KINDS = {
+    "white": {},
+    "learned": {"learn_sigma": True},
+    "head": {"kind": "head"},
+    "flow-sde": {"kind": "flow-sde"},
+}
+
+
+@pytest.fixture(params=["fused", "split"])
+def fast(base_folder, request):
+    policy = SmolVLAFlowPolicy.load(base_folder, device="cuda")
+    assert policy.velocity_mode == "fused"
+    policy.choose_velocity(request.param)
+    assert policy.graphs is not None
+    return policy
+
+
+def encoded(policy, make_observation, count):
+    """Instructions of different length, so that rows have different masks and positions."""
+    return policy.encode(
+        make_observation(count), [f"Pick {'very ' * (row % 3)}fast." for row in range(count)]
+    )
+
+
+def make_noise(policy, prefix, kind):
+    settings = dict(KINDS[kind])
+    if kind == "head":
+        settings["num_features"] = policy.prefix_features(prefix).shape[1]
+    return NoiseModel(policy.spec, **settings).to(policy.device)
+
+
+def draw(policy, count, noise):
+    drawn = [episode_noise(row, 0, policy.spec, noise.num_elements) for row in range(count)]
+    return tuple(torch.stack(part).to(policy.device) for part in zip(*drawn))
+
+
+@pytest.mark.parametrize("repeats", [1, 10])
+@torch.no_grad()
+def test_the_exact_velocity_is_lerobots_on_a_gpu_too(base_folder, make_observation, repeats):
+    policy = SmolVLAFlowPolicy.load(base_folder, device="cuda")
+    policy.choose_velocity("exact")
+    prefix = encoded(policy, make_observation, 3)
+    x_t, time = torch.randn(3 * repeats, 50, 6, device="cuda"), torch.rand(3 * repeats, device="cuda")
+    many, cache = prefix.repeat_interleave(repeats), DynamicCache()
+    for layer in range(many.tensors["keys"].shape[1]):
+        cache.update(many.tensors["keys"][:, layer], many.tensors["values"][:, layer], layer)
+    expected = policy.module.model.denoise_step(many.tensors["pad_mask"], cache, x_t, time)
+    assert torch.equal(policy.velocity_field(prefix, repeats)(x_t, time), expected)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_replayed_chain_is_the_computed_one_also_after_an_update_in_place(fast, make_observation, kind):
+    prefix = encoded(fast, make_observation, 4)
+    noise = make_noise(fast, prefix, kind)
+    x_0, eps = draw(fast, 4, noise)
+
+    def check():
+        with torch.no_grad():
+            expected = integrate(fast, prefix, x_0, noise, eps)
+        chain = sample_chain(fast, prefix, x_0, noise, eps)
+        assert torch.equal(chain.states, expected.states) and torch.equal(chain.log_prob, expected.log_prob)
+        return chain.states
+
+    first = check()
+    with torch.no_grad():
+        for parameter in (*fast.trainable_parameters().values(), *noise.parameters()):
+            parameter.mul_(1.01).add_(0.01)
+    second = check()
+    assert not torch.equal(first, second)
+    for parameter in fast.trainable_parameters().values():
+        parameter.data = parameter.data * 1.02  # elsewhere in memory
+    assert not torch.equal(second, check())
+    assert not fast.graphs.failed
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17])
+def test_chains_rescored_as_sampled_have_ratio_one_exactly_on_a_gpu(fast, make_observation, count):
+    prefix = encoded(fast, make_observation, count)
+    noise = make_noise(fast, prefix, "white")
+    x_0, eps = draw(fast, count, noise)
+    chain = sample_chain(fast, prefix, x_0, noise, eps)
+    assert torch.equal(rescore(fast, prefix, chain.states, noise), chain.log_prob)
+    with torch.no_grad():
+        assert torch.equal(rescore(fast, prefix, chain.states, noise), chain.log_prob)
+        flat = rescore_flat(fast, prefix, chain.states, noise)
+    assert ((flat - chain.log_prob).exp() - 1).abs().max() < 1e-3
+
+
+def test_a_chunk_on_a_gpu_is_lerobots_to_a_hundredth_of_a_degree(fast, make_observation, tasks):
+    for count in (1, 3):
+        observation, x_0 = make_observation(count), torch.randn(count, 50, 6, device="cuda")
+        chain = sample_chain(fast, fast.encode(observation, tasks(count)), x_0)
+        expected = fast.predict_action_chunk(observation, tasks(count), x_0)
+        assert (fast.unnormalize(chain.actions[..., :6]) - expected).abs().max() < 0.01
+    assert not fast.graphs.failed and not fast._encoders.failed
+
+
+def test_rows_that_fill_a_batch_up_change_nothing_on_a_gpu(fast, make_observation):
+    prefix, x_0 = encoded(fast, make_observation, 4), torch.randn(4, 50, 6, device="cuda")
+    other = x_0.clone()
+    other[3] = 7.0
+    three, four, changed = (sample_chain(fast, prefix[: len(x)], x).states[:3] for x in (x_0[:3], x_0, other))
+    assert torch.equal(three, four) and torch.equal(three, changed)
+
+
+def test_an_update_on_a_gpu_repeats_its_gradient_bit_for_bit(fast, make_observation):
+    prefix = encoded(fast, make_observation, 16)
+    noise = make_noise(fast, prefix, "white")
+    x_0, eps = draw(fast, 16, noise)
+    chain = sample_chain(fast, prefix, x_0, noise, eps)
+    weights = list(fast.trainable_parameters().values())
+    first, second = (
+        torch.autograd.grad(rescore_flat(fast, prefix, chain.states, noise).mean(), weights) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_what_cannot_be_captured_runs_without_a_graph_and_says_so_once(
+    fast, make_observation, monkeypatch, capsys
+):
+    prefix, x_0 = encoded(fast, make_observation, 2), torch.randn(2, 50, 6, device="cuda")
+    expected = sample_chain(fast, prefix, x_0).states
+    field = fast.velocity_field
+
+    def waiting(prefix, repeats=1):
+        float(prefix.tensors["keys"].sum())
+        return field(prefix, repeats)
+
+    monkeypatch.setattr(fast, "velocity_field", waiting)
+    fast.choose_velocity(fast.velocity_mode)  # new, empty caches
+    capsys.readouterr()
+    for _ in range(2):
+        assert torch.equal(sample_chain(fast, prefix, x_0).states, expected)
+    assert "".join(capsys.readouterr()).count("no CUDA graph of the denoising") == 1
+    assert fast.graphs.failed

@@ -82,9 +82,12 @@ class GraphCache:
         with torch.cuda.stream(stream):  # libraries make their workspaces before the capture
             function(*static)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            outputs = function(*static)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                outputs = function(*static)
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own
         return _Graph(graph, static, outputs, places, function)
 
 
