@@ -21,6 +21,7 @@ from flowrl.gae import estimate_interleaved, normalize_advantages
 from flowrl.policy.critic import Critic
 from flowrl.policy.loading import load_policy
 from flowrl.ppo import PPO, approx_kl, executed_mask, log_ratio, outside_clip
+from flowrl.prefix import Rows
 from flowrl.preset import load_preset, with_preset
 from flowrl.rollout import collect
 from flowrl.scenes import training_scenes
@@ -67,7 +68,7 @@ def main() -> None:
         ppo = PPO(policy, noise, Critic(decisions.features.shape[1]).to(device), config)
         ppo.update(decisions, normalize_advantages(advantages), returns, iteration=1)
         with torch.no_grad():
-            order = torch.arange(len(decisions), device=device)
+            order = Rows.of(np.arange(len(decisions)), device)
             new = torch.cat([ppo._log_prob(decisions, part) for part in order.split(16)])
         mask = executed_mask(decisions.num_executed, noise)
         element = log_ratio(new, decisions.log_prob, mask, "element")

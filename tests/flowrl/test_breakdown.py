@@ -11,6 +11,7 @@ from flowrl.config import TrainConfig
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO, executed_mask, log_ratio, outside_clip
+from flowrl.prefix import Rows
 from flowrl.record import scalars
 from toy import SPEC, ToyPolicy, toy_decisions
 
@@ -103,7 +104,7 @@ def test_ratio_units_clip_differently_on_identical_chains():
     ppo = PPO(policy, noise, Critic(2), config)
     ppo.update(decisions, np.random.default_rng(0).standard_normal(400), np.zeros(400), iteration=1)
     with torch.no_grad():
-        new = ppo._log_prob(decisions, torch.arange(400))
+        new = ppo._log_prob(decisions, Rows.of(range(400), decisions.states.device))
     mask = executed_mask(decisions.num_executed, noise)
     ratios = {unit: log_ratio(new, decisions.log_prob, mask, unit) for unit in ("element", "step", "chunk")}
     torch.testing.assert_close(ratios["step"], ratios["element"].sum((2, 3)))

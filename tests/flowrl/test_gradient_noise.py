@@ -9,6 +9,7 @@ from flowrl.gradient_noise import NUM_GROUPS, GradientSums, NoiseScale, episode_
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
+from flowrl.prefix import Rows
 from flowrl.record import describe_line, empty_line
 from toy import SPEC, ToyPolicy, toy_decisions
 
@@ -101,7 +102,7 @@ def test_the_groups_contributions_add_up_to_the_gradient_of_the_whole(unit, monk
     policy.module.load_state_dict(ToyPolicy().module.state_dict())
     ppo.optimizer.zero_grad()
     index = torch.arange(40)
-    new = ppo._log_prob(decisions, index)
+    new = ppo._log_prob(decisions, Rows.of(index, index.device))
     advantage = torch.as_tensor(advantages, dtype=torch.float32)
     loss, _, _ = ppo._policy_loss(decisions, index, new, decisions.log_prob, advantage)
     loss.backward()

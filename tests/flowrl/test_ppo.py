@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from flowrl.ppo import (
     log_ratio,
     masked_mean,
 )
+from flowrl.prefix import HostPrefix, Prefix, Rows
 from flowrl.rollout import Decisions
 from toy import SPEC, ToyPolicy, toy_decisions
 
@@ -312,10 +314,37 @@ def test_warm_up_and_equal_rewards_leave_policy_and_noise_bit_identical(iteratio
 
 def test_every_decision_is_used_once_an_epoch_in_another_order():
     ppo = learner()
-    epochs = [torch.cat(list(ppo._minibatches(20, 1, epoch, torch.device("cpu")))) for epoch in range(2)]
+    epochs = [
+        torch.cat([rows.index for rows in ppo._minibatches(20, 1, epoch, torch.device("cpu"))])
+        for epoch in range(2)
+    ]
     assert [len(batch) for batch in ppo._minibatches(20, 1, 0, torch.device("cpu"))] == [7, 7, 6]
     assert sorted(epochs[0].tolist()) == sorted(epochs[1].tolist()) == list(range(20))
     assert epochs[0].tolist() != epochs[1].tolist()
+
+
+class Watched(HostPrefix):
+    """Notes what its rows are chosen by."""
+
+    asked: ClassVar[list[type]] = []
+
+    def __getitem__(self, index):
+        self.asked.append(type(index))
+        return super().__getitem__(index)
+
+
+def test_prefixes_in_host_memory_give_the_same_update_and_are_never_chosen_by_a_device_index():
+    signal, returns = random_signal(20)
+    updated = []
+    for kind in (Prefix, Watched):
+        ppo = learner(replace(CONFIG, grad_cosine=True, critic_epochs=1))
+        decisions = toy_decisions(ppo.policy, ppo.noise, 20)
+        decisions.log_prob = decisions.log_prob + 1e-7  # other kernels: the old ones are scored anew
+        decisions.prefix = kind(decisions.prefix.tensors)
+        ppo.update(decisions, signal, returns, iteration=2)
+        updated.append(parameters(ppo))
+    assert all(torch.equal(updated[0][name], value) for name, value in updated[1].items())
+    assert len(Watched.asked) > 20 and set(Watched.asked) == {Rows}
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flowrl.prefix import HostPrefix, Prefix, PrefixStore
+from flowrl.prefix import HostPrefix, Prefix, PrefixStore, Rows
 
 
 def make(batch: int, tokens: int, seed: int = 0) -> Prefix:
@@ -22,6 +22,17 @@ def test_indexing_keeps_the_batch_dimension_and_the_dtype():
         assert len(part) == len(rows)
         assert part.tensors["keys"].dtype == torch.bfloat16
         assert torch.equal(part.tensors["keys"], torch.stack([prefix.tensors["keys"][row] for row in rows]))
+
+
+def test_rows_are_one_choice_for_both_kinds_of_prefix():
+    prefix, rows = make(5, 4), Rows.of([4, 0, 3, 1], torch.device("cpu"))
+    on_host = HostPrefix(prefix.tensors, prefix.token_axes)
+    assert same(prefix[rows], prefix[[4, 0, 3, 1]]) and same(on_host[rows], prefix[rows])
+    parts = rows.split(3)
+    assert (
+        [part.index.tolist() for part in parts] == [part.host.tolist() for part in parts] == [[4, 0, 3], [1]]
+    )
+    assert [len(part) for part in parts] == [3, 1] and len(rows) == 4
 
 
 def test_concatenation_undoes_indexing():

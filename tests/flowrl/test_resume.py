@@ -21,7 +21,7 @@ from flowrl.cli import parse_flags, run_program
 from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.record import TIME_FIELDS
-from flowrl.resume import recorded_config, settled_config
+from flowrl.resume import MAY_CHANGE, recorded_config, settled_config
 from flowrl.stop import StopRequest
 from flowrl.train import Run, train
 from flowrl.vector_env import close_vector_env
@@ -247,7 +247,12 @@ def test_record_keeps_the_first_start_and_appends_later_ones(half):
 
 def test_flags_that_may_change_are_taken(half):
     config = replace(recorded_config(str(half)), out=str(half), resume=True)
-    asked = replace(config, iterations=9, val_every=3, save_every=4, envs=2, device="auto", torch_threads=2)
+    asked = replace(
+        config, iterations=9, val_every=3, save_every=4, envs=2, pipeline=1, device="auto", torch_threads=2, offload="cpu"
+    )  # fmt: skip
+    assert {name for name in asdict(asked) if getattr(asked, name) != getattr(config, name)} == set(
+        MAY_CHANGE
+    )
     assert settled_config(asked) == asked
 
 

@@ -21,6 +21,7 @@ from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel, gaussian_entropy
 from flowrl.precision import Precision, matrix_products
+from flowrl.prefix import Rows
 from flowrl.rollout import Decisions
 
 LOG_RATIO_LIMIT = 20.0
@@ -227,38 +228,40 @@ class PPO:
         chosen = sorted({round(i) for i in np.linspace(0, num_rounds - 1, min(num_rounds, CHECKED_ROUNDS))})
         max_dev, kernels_agree = torch.zeros((), device=decisions.states.device), True
         for rows in (decisions.rounds[i] for i in chosen):
-            index = torch.as_tensor(rows, device=decisions.states.device)
-            index = index.repeat(2) if len(index) == 1 else index  # padded as in the rollout
-            stored = decisions.log_prob[index]
+            padded = np.repeat(rows, 2) if len(rows) == 1 else rows  # as in the rollout
+            index = Rows.of(padded, decisions.states.device)
+            stored = decisions.log_prob[index.index]
             with torch.no_grad():
-                again = rescore(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
+                again = rescore(
+                    self.policy, decisions.prefix[index], decisions.states[index.index], self.noise
+                )
                 deviation = ((again - stored)[: len(rows)].exp() - 1).abs().max()
                 max_dev = torch.maximum(max_dev, deviation)
                 if needed and kernels_agree:
                     kernels_agree = torch.equal(self._log_prob(decisions, index), stored)
         if kernels_agree:
             return float(max_dev), decisions.log_prob
-        order = torch.arange(len(decisions), device=decisions.states.device)
+        order = Rows.of(np.arange(len(decisions)), decisions.states.device)
         parts = [part for index in order.split(self.config.minibatch) for part in self._parts(index)]
         with torch.no_grad():
             return float(max_dev), torch.cat([self._log_prob(decisions, part) for part in parts])
 
-    def _log_prob(self, decisions: Decisions, index: Tensor) -> Tensor:
+    def _log_prob(self, decisions: Decisions, rows: Rows) -> Tensor:
         """The update's own kernel: all denoising steps of the chosen decisions in one batch, differentiable."""
         with matrix_products(self.precision):
-            return rescore_flat(self.policy, decisions.prefix[index], decisions.states[index], self.noise)
+            return rescore_flat(self.policy, decisions.prefix[rows], decisions.states[rows.index], self.noise)
 
     def _minibatches(
         self, num_decisions: int, iteration: int, epoch: int, device: torch.device
-    ) -> Sequence[Tensor]:
+    ) -> Sequence[Rows]:
         """Every decision once, shuffled; a pure function of seed, iteration and epoch, so a resumed run repeats it."""
         rng = np.random.default_rng([self.config.train_seed, iteration, epoch])
-        return torch.as_tensor(rng.permutation(num_decisions), device=device).split(self.config.minibatch)
+        return Rows.of(rng.permutation(num_decisions), device).split(self.config.minibatch)
 
     def _step(
         self,
         decisions: Decisions,
-        index: Tensor,
+        minibatch: Rows,
         old: Tensor,
         advantage: Tensor,
         target: Tensor,
@@ -271,16 +274,17 @@ class PPO:
         is the whole minibatch's mean and memory is a part's.
         """
         self.optimizer.zero_grad()
-        total = torch.zeros(len(_COLUMNS) - 2, device=index.device)
-        elements = torch.zeros(5, *old.shape[1:], device=index.device)
-        for part in self._parts(index):
-            by_size, by_elements = len(part) / len(index), self._share(decisions, part, index)
+        total = torch.zeros(len(_COLUMNS) - 2, device=old.device)
+        elements = torch.zeros(5, *old.shape[1:], device=old.device)
+        for rows in self._parts(minibatch):
+            part = rows.index
+            by_size, by_elements = len(part) / len(minibatch), self._share(decisions, part, minibatch.index)
             share = by_elements if self.config.ratio == "element" else by_size
             v_loss = 0.5 * (self.critic(decisions.features[part]) - target[part]).square().mean()
             loss = by_size * self.config.vf_coef * v_loss
             row = torch.zeros_like(total)
             if train_policy:
-                new, old_log_prob = self._log_prob(decisions, part), old[part]
+                new, old_log_prob = self._log_prob(decisions, rows), old[part]
                 pg_loss, clip_fraction, mask = self._policy_loss(
                     decisions, part, new, old_log_prob, advantage
                 )
@@ -303,7 +307,7 @@ class PPO:
                 loss.backward()
             row[1] = by_size * v_loss.detach()
             total += row
-        zero = torch.zeros((), device=index.device)
+        zero = torch.zeros((), device=old.device)
         norms = [self._clip(group, zero) for group in self.groups]
         bad = ~torch.isfinite(torch.stack([total[0] + total[1], *norms])).all()
         self.optimizer.found_inf = bad.float()
@@ -311,10 +315,10 @@ class PPO:
         row = torch.cat([total, torch.stack([norms[0], bad.float()])])
         return row, torch.where(bad, torch.zeros_like(elements), elements)
 
-    def _parts(self, index: Tensor) -> Sequence[Tensor]:
+    def _parts(self, rows: Rows) -> Sequence[Rows]:
         """A minibatch in pieces that fit into memory: all of it on a GPU or of a small policy, `CPU_PART` decisions on a CPU."""
-        whole = self.policy.is_small or index.device.type != "cpu"
-        return index.split(len(index) if whole else CPU_PART)
+        whole = self.policy.is_small or rows.index.device.type != "cpu"
+        return rows.split(len(rows) if whole else CPU_PART)
 
     def _share(self, decisions: Decisions, part: Tensor, whole: Tensor) -> Tensor:
         """The part's share of the executed elements of the whole."""
@@ -366,10 +370,10 @@ class PPO:
         sums, everything = GradientSums(), torch.arange(len(decisions), device=old.device)
         for group in groups:
             self.optimizer.zero_grad()
-            chosen = torch.as_tensor(group, device=old.device)
-            for index in chosen.split(self.config.minibatch):
-                for part in self._parts(index):
-                    new = self._log_prob(decisions, part)
+            for minibatch in Rows.of(group, old.device).split(self.config.minibatch):
+                for rows in self._parts(minibatch):
+                    part = rows.index
+                    new = self._log_prob(decisions, rows)
                     loss, _, _ = self._policy_loss(decisions, part, new, old[part], advantage)
                     by_size, by_elements = len(part) / len(old), self._share(decisions, part, everything)
                     with matrix_products(self.precision):

@@ -6,12 +6,42 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Offload = Literal["auto", "gpu", "cpu"]
 RESERVED = 0.25
 """Part of a GPU's memory that `auto` leaves to the update."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Chosen rows of a batch: as an index on its device, and the same in host memory.
+
+    A prefix in host memory takes the latter. An index on the device would first have to be waited for, with all that is queued
+    there before it.
+
+    Attributes:
+        index: int64 (rows,), on the device.
+        host: The same on the CPU.
+    """
+
+    index: Tensor
+    host: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[int] | np.ndarray | Tensor, device: torch.device) -> Rows:
+        """From an index on the CPU."""
+        host = torch.as_tensor(rows)
+        return cls(host.to(device), host)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def split(self, size: int) -> list[Rows]:
+        """Pieces of at most `size` rows, in order."""
+        return [Rows(index, host) for index, host in zip(self.index.split(size), self.host.split(size))]
 
 
 @dataclass(frozen=True)
@@ -41,11 +71,12 @@ class Prefix:
     def __len__(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
 
-    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Prefix:
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor | Rows) -> Prefix:
         """Rows of the batch; the batch dimension stays, also for a single integer."""
         if isinstance(index, int):
             index = [index]
-        return self._map(lambda tensor: tensor[index])
+        where = index.index if isinstance(index, Rows) else index
+        return self._map(lambda tensor: tensor[where])
 
     def to(self, device: torch.device | str) -> Prefix:
         """The same prefix on another device, dtypes unchanged."""
@@ -99,12 +130,14 @@ class HostPrefix(Prefix):
     """A prefix in host memory, pinned where there is a GPU. Rows that are taken are copied to `device`, bit for bit.
 
     The copy is queued on the device, and the host goes on meanwhile. Rows that are chosen by a tensor on the device have to
-    wait for it first.
+    wait for it first; `Rows` do not.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Prefix:
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor | Rows) -> Prefix:
+        if isinstance(index, Rows):
+            index = index.host
         if isinstance(index, slice):
             rows = {name: tensor[index] for name, tensor in self.tensors.items()}
         else:
