@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lerobot.policies.common.vla_utils import make_att_2d_masks
 from safetensors.torch import load_file, save_file
 from small_smolvla import SMALL, statistics
 from transformers import DynamicCache
@@ -61,6 +62,42 @@ def uneven_prefix(policy, make_observation, batch):
     return policy.encode(
         make_observation(batch), [f"Pick {'very ' * (row % 3)}fast." for row in range(batch)]
     )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@torch.no_grad()
+def test_the_exact_prefix_is_lerobots_bit_for_bit(policy, make_observation, batch):
+    prefix = uneven_prefix(policy, make_observation, batch).tensors
+    inputs = policy.prepare(
+        make_observation(batch), [f"Pick {'very ' * (row % 3)}fast." for row in range(batch)]
+    )
+    model, (images, masks) = policy.module.model, policy.module.prepare_images(inputs)
+    text = inputs["observation.language.tokens"], inputs["observation.language.attention_mask"]
+    embedded, pad_mask, block = model.embed_prefix(
+        images, masks, *text, state=policy.module.prepare_state(inputs)
+    )
+    _, cache = model.vlm_with_expert.forward(
+        attention_mask=make_att_2d_masks(pad_mask, block),
+        position_ids=torch.cumsum(pad_mask, dim=1) - 1,
+        inputs_embeds=[embedded, None],
+        use_cache=True,
+    )
+    assert torch.equal(prefix["pad_mask"], pad_mask)
+    for layer, own in enumerate(cache.layers):
+        assert torch.equal(prefix["keys"][:, layer], own.keys)
+        assert torch.equal(prefix["values"][:, layer], own.values)
+
+
+def test_remembered_tokens_are_the_tokenizers_and_cannot_be_spoilt(base_folder, make_observation):
+    policy = SmolVLAFlowPolicy.load(base_folder)
+    names = ["observation.language.tokens", "observation.language.attention_mask"]
+    observation, tasks = make_observation(2), ["Pick the pawn.", "Lift it"]
+    first = [policy.prepare(observation, tasks)[name].clone() for name in names]
+    policy.prepare(observation, tasks)[names[0]].zero_()
+    other = policy.prepare(observation, tasks[::-1])
+    for name, value in zip(names, first):
+        assert torch.equal(policy.prepare(observation, tasks)[name], value)
+        assert torch.equal(other[name], value.flip(0)) and not torch.equal(other[name], value)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

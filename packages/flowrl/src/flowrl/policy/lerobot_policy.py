@@ -22,6 +22,7 @@ from flowrl.policy.folder import VLM, WEIGHTS, PolicyFolder, open_policy_folder,
 from flowrl.policy.interface import ExpertDtype, FlowPolicy, FlowSpec
 from flowrl.policy.lerobot_loading import build_module, load_processors, load_weights, read_config
 from flowrl.policy.lerobot_reference import reload_with_lerobot
+from flowrl.policy.token_cache import TokenCache
 
 
 class LeRobotFlowPolicy(FlowPolicy):
@@ -61,6 +62,7 @@ class LeRobotFlowPolicy(FlowPolicy):
         self._rename_map = _only_step(preprocessor, RenameObservationsProcessorStep).rename_map
         self._normalizer = _only_step(preprocessor, NormalizerProcessorStep)
         self._tokenizer = _only_step(preprocessor, TokenizerProcessorStep)
+        self._tokenizer.input_tokenizer = TokenCache(self._tokenizer.input_tokenizer)
         self._files, self._stored_dtypes = dict(files), dict(stored_dtypes)
         self._unit_interval = (torch.arange(256, dtype=torch.float32) / 255).to(device)
         self._checked_tasks: set[str] = set()
@@ -229,8 +231,8 @@ class LeRobotFlowPolicy(FlowPolicy):
     def _to_lerobot(self, observation: Mapping[str, Any]) -> dict[str, Tensor]:
         """Gymnasium observation -> LeRobot's names and tensors on the policy's device.
 
-        Same values as LeRobot's `preprocess_observation`: images as float32 in [0, 1], channels first. The division is
-        a table look-up, because a GPU's division by a constant rounds differently from the CPU's.
+        Same values as LeRobot's `preprocess_observation`: images as float32 in [0, 1], channels first. On a GPU the division
+        is a table look-up, because its division by a constant rounds differently from the CPU's.
         """
         pixels = observation.get("pixels", {})
         images = (
@@ -245,7 +247,10 @@ class LeRobotFlowPolicy(FlowPolicy):
                     f"{name} has shape {image.shape} and dtype {image.dtype}; a batch of images is (B, H, W, 3) uint8"
                 )
             levels = torch.from_numpy(np.ascontiguousarray(image)).to(self.device).permute(0, 3, 1, 2)
-            batch[name] = self._unit_interval[levels.contiguous().int()]
+            if self.device.type == "cpu":
+                batch[name] = levels.contiguous().float().div_(255)
+            else:
+                batch[name] = self._unit_interval[levels.contiguous().int()]
         for key, name in (("agent_pos", OBS_STATE), ("environment_state", OBS_ENV_STATE)):
             if key in observation:
                 batch[name] = torch.from_numpy(np.asarray(observation[key])).float().to(self.device)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast, get_args
 
 import torch
-from lerobot.policies.common.vla_utils import make_att_2d_masks
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import Tensor
@@ -29,7 +28,7 @@ from flowrl.policy.expert import ExpertField
 from flowrl.policy.folder import CONFIG, VLM, PolicyFolder, replace_json_string
 from flowrl.policy.interface import FlowSpec, VelocityField
 from flowrl.policy.lerobot_policy import LeRobotFlowPolicy
-from flowrl.policy.vlm import FusedVLM
+from flowrl.policy.vlm import FusedVLM, keys_and_values
 from flowrl.prefix import Prefix
 
 _BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -85,15 +84,7 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         if self.velocity_mode != "exact" and FusedVLM.supports(model):
             return self._encode_fused([*images, *image_masks, *text, state], len(images))
         embeddings, pad_mask, attention_mask = model.embed_prefix(images, image_masks, *text, state=state)
-        _, cache = model.vlm_with_expert.forward(
-            attention_mask=make_att_2d_masks(pad_mask, attention_mask),
-            position_ids=torch.cumsum(pad_mask, dim=1) - 1,
-            past_key_values=None,
-            inputs_embeds=[embeddings, None],
-            use_cache=True,
-        )
-        keys = torch.stack([layer.keys for layer in cache.layers], dim=1)
-        values = torch.stack([layer.values for layer in cache.layers], dim=1)
+        keys, values = keys_and_values(model.vlm_with_expert, embeddings, pad_mask, attention_mask, "exact")
         return Prefix({"pad_mask": pad_mask, "keys": keys, "values": values}, _TOKEN_AXES)
 
     def _encode_fused(self, inputs: list[Tensor], num_images: int) -> Prefix:

@@ -1,7 +1,8 @@
-"""SmolVLA's VLM run from LeRobot's weights for a GPU: all cameras in one batch, fused operations, no wait for the device.
+"""SmolVLA's VLM run from LeRobot's weights, in the ways of `expert`.
 
-LeRobot's way encodes one camera after the other, makes position numbers in loops on the host, and runs the last layer to
-its end, of which only keys and values are read. This is the `fused` way of `expert` for the prefix.
+LeRobot runs the last layer to its end, of which only keys and values are read; `keys_and_values` does not. `FusedVLM` is for
+a GPU: LeRobot encodes one camera after the other and makes position numbers in loops on the host; it has all cameras in one
+batch, and never waits for the device.
 
 Source of the arithmetic: `VLAFlowMatching.embed_prefix` and `SmolVLMWithExpertModel.forward`, LeRobot 0.6.1.
 """
@@ -16,7 +17,49 @@ import torch
 from lerobot.policies.common.vla_utils import make_att_2d_masks
 from torch import Tensor, nn
 
-from flowrl.policy.attention import Attention, layer_input, prepared_layer, projections, rotary
+from flowrl.policy.attention import Attention, VelocityMode, layer_input, prepared_layer, projections, rotary
+
+
+def keys_and_values(
+    network: Any, hidden: Tensor, pad_mask: Tensor, block: Tensor, mode: VelocityMode
+) -> tuple[Tensor, Tensor]:
+    """The language model's keys and values (B, L, H, P, head_dim) in its dtype; of the last layer nothing else is computed.
+
+    Args:
+        network: LeRobot's `SmolVLMWithExpertModel`.
+        hidden: (B, P, W), the embedded prefix.
+        pad_mask: (B, P) bool, its valid tokens.
+        block: (B, P) bool, True where a token and those after it are not seen by the ones before.
+        mode: "exact": LeRobot's operations, bit for bit on a CPU; or "fused".
+    """
+    head_dim = network.vlm.config.text_config.head_dim
+    context = Attention(
+        network.num_attention_heads,
+        network.num_key_value_heads,
+        head_dim,
+        repeats=1,
+        mode=mode,
+        table=rotary(torch.cumsum(pad_mask, dim=1) - 1, head_dim),
+        visible=make_att_2d_masks(pad_mask, block)[:, None],
+    )
+    keys, values = [], []
+    layers = network.get_vlm_model().text_model.layers[: network.num_vlm_layers]
+    for number, layer in enumerate(layers, 1):
+        project = projections(layer.self_attn, context)
+
+        def attend(normed: Tensor, project: Any = project) -> Tensor:
+            query, key, value = project(normed)
+            keys.append(key.transpose(1, 2))
+            values.append(value.transpose(1, 2))
+            return context.attend(query, context.keys(key), context.values(value))
+
+        if number < len(layers):
+            hidden = prepared_layer(layer, attend, mode)(hidden)
+        else:
+            _, key, value = project(layer_input(layer, hidden, mode != "exact"))
+            keys.append(key.transpose(1, 2))
+            values.append(value.transpose(1, 2))
+    return torch.stack(keys, dim=1), torch.stack(values, dim=1)
 
 
 class FusedVLM:
@@ -80,36 +123,7 @@ class FusedVLM:
         # Images and text see each other; the state, the last token, sees all and is seen by none.
         block = torch.zeros_like(pad_mask)
         block[:, -1:] = True
-        visible = make_att_2d_masks(pad_mask, block)
-        head_dim = network.vlm.config.text_config.head_dim
-        table = rotary(torch.cumsum(pad_mask, dim=1) - 1, head_dim)
-        context = Attention(
-            network.num_attention_heads,
-            network.num_key_value_heads,
-            head_dim,
-            repeats=1,
-            mode="fused",
-            table=table,
-            visible=visible[:, None],
-        )
-        keys, values = [], []
-        layers = self._vlm.text_model.layers[: network.num_vlm_layers]
-        for number, layer in enumerate(layers, 1):
-            project = projections(layer.self_attn, context)
-
-            def attend(normed: Tensor, project: Any = project) -> Tensor:
-                query, key, value = project(normed)
-                keys.append(key.transpose(1, 2))
-                values.append(value.transpose(1, 2))
-                return context.attend(query, context.keys(key), context.values(value))
-
-            if number < len(layers):
-                hidden = prepared_layer(layer, attend, "fused")(hidden)
-            else:
-                _, key, value = project(layer_input(layer, hidden, fused=True))
-                keys.append(key.transpose(1, 2))
-                values.append(value.transpose(1, 2))
-        return pad_mask, torch.stack(keys, dim=1), torch.stack(values, dim=1)
+        return pad_mask, *keys_and_values(network, hidden, pad_mask, block, "fused")
 
     def _embed_images(self, images: Tensor) -> Tensor:
         """Tokens of images (N, 3, H, W), (N, tokens, W), scaled as the text's are."""
