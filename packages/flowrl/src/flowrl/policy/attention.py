@@ -17,8 +17,8 @@ from flowrl.policy.split_product import product
 VelocityMode = Literal["exact", "fused", "split"]
 MAX_WAVELENGTH = 10_000
 """Of the rotary positions; LeRobot's `apply_rope`."""
-_UNSEEN = torch.finfo(torch.float32).min / 2
-"""Added to a score. Not -inf: a padding token that sees nothing would become NaN, and what it is multiplied by 0 with too."""
+_UNSEEN = torch.finfo(torch.float32).min
+"""Added to a score, as LeRobot puts it in its place. Not -inf: a padding token that sees nothing would become NaN, and what it is multiplied by 0 with too."""
 
 
 class Attention:
@@ -29,8 +29,8 @@ class Attention:
         repeats: R.
         fused, split: Whether the fused operations run, and whether products are split.
         table: Rotary cosines and sines, each (B R or 1, T, 1, head_dim / 2).
-        hidden: (n, 1, T or 1, S) bool, True where a query does not see a token; for the eager attention.
-        bias: The same as 0 and `_UNSEEN` for the fused attention, a row for every query of a key's heads.
+        bias: (n, 1, T or 1, S) float32, 0 where a query sees a token, else `_UNSEEN`; fused with a row for every query of a
+            key's heads.
     """
 
     def __init__(
@@ -46,25 +46,20 @@ class Attention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.group = num_heads // num_kv_heads
         self.repeats, self.fused, self.split = repeats, mode != "exact", mode == "split"
-        self.hidden = ~visible
+        rows = self.group if self.fused and visible.shape[2] > 1 else 1
+        zeros = torch.zeros_like(visible, dtype=torch.float32)
+        self.bias = zeros.masked_fill_(~visible, _UNSEEN).repeat(1, 1, rows, 1)
         cos, sin = table
-        if self.fused:
-            rows = self.group if visible.shape[2] > 1 else 1
-            zeros = torch.zeros_like(visible, dtype=torch.float32)
-            self.bias = zeros.masked_fill_(self.hidden, _UNSEEN).repeat(1, 1, rows, 1)
-            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        self.table = cos, sin
+        self.table = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def rotate(self, states: Tensor) -> Tensor:
         """Rotary positions of (n, T, heads, head_dim); float32 inside, in the dtype given."""
         cos, sin = self.table
         x = states.float()
+        turned = x.roll(self.head_dim // 2, dims=-1)
         if self.fused:
-            turned = torch.addcmul(x * cos, x.roll(self.head_dim // 2, dims=-1), sin)
-        else:
-            x1, x2 = x.split(self.head_dim // 2, dim=-1)
-            turned = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
-        return turned.to(states.dtype)
+            return torch.addcmul(x * cos, turned, sin).to(states.dtype)
+        return (x * cos).add_(turned.mul_(sin)).to(states.dtype)  # rounds each product, as LeRobot does
 
     def keys(self, keys: Tensor) -> Tensor:
         """(n, S, G, head_dim) -> as `attend` takes them: eager (n, H, head_dim, S), fused (n, G, head_dim, S), float32."""
@@ -90,9 +85,8 @@ class Attention:
             scores = torch.matmul(rows, keys)
             scores += self.bias
         else:
-            scores = torch.matmul(rows, keys)
-            scores *= width**-0.5
-            scores = scores.masked_fill_(self.hidden, torch.finfo(torch.float32).min)
+            # Scaled and masked in one pass: a score added to 0 or to the lowest number leaves LeRobot's bits.
+            scores = torch.add(self.bias, torch.matmul(rows, keys), alpha=width**-0.5)
         probs = scores.softmax(dim=-1).to(values.dtype)
         attended = torch.matmul(probs, values).view(n, num_heads, length, width)
         return attended.permute(0, 2, 1, 3).reshape(n, length, num_heads * width)
