@@ -31,7 +31,9 @@ def test_the_policys_preset_is_checked_with(checked):
     assert record["environment"]["kwargs"]["image_size"] == 128
     assert record["training"]["noise_basis"] == "dct"
     noises = [row["noise"] for row in record["checks"][1]["rows"]]
-    assert noises == ["none", "0.2:0.05 dct 6, the policy's own", "0.2:0.002 dct 6"]
+    preset = json.loads((CHESS_TINY / "preset.json").read_text())["train"]
+    own, basis = f"{preset['sigma_start']}:{preset['sigma_end']}", f"dct {preset['noise_modes']}"
+    assert noises == ["none", f"{own} {basis}, the policy's own", f"0.2:0.002 {basis}"]
 
 
 def test_closed_loop_episodes_are_equal_in_success_frames_and_distances(checked):
