@@ -142,7 +142,9 @@ class Benchmark:
         vlm_bytes, expert_bytes = self._bytes(".vlm.") + prefix.num_bytes, self._bytes("lm_expert")
         floors = {
             "prefix": self._floor(encode_flops, vlm_bytes, self.vlm_dtype),
-            "denoising": self._floor(chain_flops, steps * (expert_bytes + prefix.num_bytes), "float32"),
+            "denoising": self._floor(
+                chain_flops, steps * (expert_bytes + prefix.num_bytes), self._expert_products()
+            ),
         }
         floors["chunk"] = floors["prefix"] + floors["denoising"]
         parts = {
@@ -306,14 +308,18 @@ class Benchmark:
     def _count(self, work: Work) -> float:
         """Floating-point operations of the matrix products, convolutions and attention, without graphs."""
         policy = self.policy
-        graphs, encoders = policy.graphs, policy._encoders
+        graphs, encoders, mode = policy.graphs, policy._encoders, policy.velocity_mode
         policy.graphs = policy._encoders = None
+        policy.velocity_mode = "fused" if mode == "split" else mode  # three bfloat16 products count as one
         try:
             with FlopCounterMode(display=False) as counter:
                 work()
         finally:
-            policy.graphs, policy._encoders = graphs, encoders
+            policy.graphs, policy._encoders, policy.velocity_mode = graphs, encoders, mode
         return float(counter.get_total_flops())
+
+    def _expert_products(self) -> str:
+        return "split" if self.policy.velocity_mode == "split" else "float32"
 
     def _bytes(self, part: str) -> float:
         named = self.policy.module.named_parameters()
@@ -351,6 +357,8 @@ class Benchmark:
             with matrix_products(precision):  # type: ignore[arg-type]
                 times = [self._time(lambda a=a, b=b: a @ b) for _ in range(WARM_UPS + REPEATS)]  # type: ignore[misc]
             ceilings[f"{name}_flops"] = 2 * side**3 / (1e-3 * float(np.median(times[WARM_UPS:])))
+        if on_gpu:
+            ceilings["split_flops"] = ceilings["bfloat16_flops"] / 3
         source = torch.randn(2**28 if on_gpu else 2**24, device=self.device)
         target = torch.empty_like(source)
         times = [self._time(lambda: target.copy_(source)) for _ in range(WARM_UPS + REPEATS)]

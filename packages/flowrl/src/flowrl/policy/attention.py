@@ -75,18 +75,15 @@ class Attention:
         """Attention in float32, (n, T, H head_dim) in the dtype of the values.
 
         Args:
-            query: (n, T, H, head_dim), rotated; fused: scaled.
+            query: (n, T, H, head_dim), rotated.
             keys, values: What the methods of those names returned; a chunk of `repeats` may stand in T.
         """
         n, length, num_heads, width = query.shape
         rows = query.float().transpose(1, 2)  # (n, H, T, head_dim)
         if self.fused:
             rows = rows.reshape(n, self.num_kv_heads, self.group * length, width)
-            scores = torch.matmul(rows, keys)
-            scores += self.bias
-        else:
-            # Scaled and masked in one pass: a score added to 0 or to the lowest number leaves LeRobot's bits.
-            scores = torch.add(self.bias, torch.matmul(rows, keys), alpha=width**-0.5)
+        # Scaled and masked in one pass: a score added to 0 or to the lowest number leaves LeRobot's bits.
+        scores = torch.add(self.bias, torch.matmul(rows, keys), alpha=width**-0.5)
         probs = scores.softmax(dim=-1).to(values.dtype)
         attended = torch.matmul(probs, values).view(n, num_heads, length, width)
         return attended.permute(0, 2, 1, 3).reshape(n, length, num_heads * width)
@@ -108,7 +105,7 @@ def prepared_layer(
     """
     fused, split = mode != "exact", mode == "split"
     projection, mlp = layer.self_attn.o_proj, layer.mlp
-    project = product(projection.weight, projection.bias, split) if split else projection
+    project = product(projection.weight, projection.bias, split=True) if split else projection
     transform = _split_mlp(mlp) if split and mlp.gate_proj.bias is None else mlp
 
     def run(hidden: Tensor) -> Tensor:
@@ -150,7 +147,7 @@ def projections(module: Any, context: Attention) -> Callable[[Tensor], tuple[Ten
     num_heads, num_kv, head_dim = context.num_heads, context.num_kv_heads, context.head_dim
     parts = module.q_proj, module.k_proj, module.v_proj
     if context.fused and all(part.bias is None for part in parts):
-        weight = torch.cat([parts[0].weight * head_dim**-0.5, parts[1].weight, parts[2].weight])
+        weight = torch.cat([part.weight for part in parts])
         linear = product(weight, None, context.split)
 
         def together(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,24 +157,18 @@ def projections(module: Any, context: Attention) -> Callable[[Tensor], tuple[Ten
             return query, keys, states[:, :, num_heads + num_kv :]
 
         return together
-    project = scaled_query(module, context)
+    each = [projected(part, context) for part in parts]
 
     def singly(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = *hidden.shape[:2], -1, head_dim
-        query, keys, values = (part(hidden).view(shape) for part in (project, module.k_proj, module.v_proj))
+        query, keys, values = (part(hidden).view(*hidden.shape[:2], -1, head_dim) for part in each)
         return context.rotate(query), context.rotate(keys), values
 
     return singly
 
 
-def scaled_query(module: Any, context: Attention) -> Callable[[Tensor], Tensor]:
-    """The query's projection; fused with the scale of the scores in it."""
-    projection = module.q_proj
-    if not context.fused:
-        return projection
-    scale = context.head_dim**-0.5
-    bias = None if projection.bias is None else projection.bias * scale
-    return product(projection.weight * scale, bias, context.split)
+def projected(projection: Any, context: Attention) -> Callable[[Tensor], Tensor]:
+    """A projection of (n, T, W), split where the context says so."""
+    return product(projection.weight, projection.bias, split=True) if context.split else projection
 
 
 def settled(states: Tensor) -> Tensor:

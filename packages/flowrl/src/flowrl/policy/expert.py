@@ -27,9 +27,9 @@ from flowrl.policy.attention import (
     VelocityMode,
     normalized,
     prepared_layer,
+    projected,
     projections,
     rotary,
-    scaled_query,
     settled,
 )
 
@@ -116,7 +116,7 @@ class _CrossAttention:
         self._context = context
         self._keys = settled(context.keys(self._project(module.k_proj, keys)))
         self._values = settled(context.values(self._project(module.v_proj, values)))
-        self._query = scaled_query(module, context)
+        self._query = projected(module.q_proj, context)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         context, (n, length, _) = self._context, hidden.shape
