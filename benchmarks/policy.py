@@ -13,9 +13,7 @@ bfloat16 as the published one. Not a test.
 import argparse
 import json
 import os
-import resource
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from clock import Clock, Work
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
@@ -39,11 +38,9 @@ from flowrl.prefix import Prefix
 from flowrl.record import describe_machine
 
 TASK = "Pick up the white chess piece."
-WARM_UPS, REPEATS = 2, 15
 FULL_PADDED_DIM = 32  # of the published SmolVLA
 SPREAD = 20.0  # of the joints of a policy that is built here [deg]
 Row = dict[str, Any]
-Work = Callable[[], Any]
 
 
 def main() -> None:
@@ -70,7 +67,7 @@ def main() -> None:
         "policy": options.policy,
         "dtypes": bench.policy.dtypes,
         "parameters": sum(p.numel() for p in bench.policy.module.parameters()),
-        "ceilings": bench.ceilings,
+        "ceilings": bench.clock.ceilings,
         "chunks": [],
         "updates": [],
     }
@@ -109,11 +106,10 @@ class Benchmark:
 
     def __init__(self, policy: SmolVLAFlowPolicy, seconds: float) -> None:
         self.policy, self.device = policy, policy.device
-        self.deadline = time.monotonic() + seconds
+        self.clock = Clock(self.device, seconds)
         self.noise = NoiseModel(policy.spec, sigma_start=0.2, sigma_end=0.05, basis="dct", num_modes=6)
         self.noise.to(self.device)
         self.vlm_dtype = policy.dtypes["vlm"]
-        self.ceilings = self._ceilings()
 
     def chunk(self, batch: int) -> list[Row]:
         """A chunk for `batch` environments: its two parts, and all from pictures to actions."""
@@ -141,8 +137,8 @@ class Benchmark:
         steps = policy.spec.num_denoising_steps
         vlm_bytes, expert_bytes = self._bytes(".vlm.") + prefix.num_bytes, self._bytes("lm_expert")
         floors = {
-            "prefix": self._floor(encode_flops, vlm_bytes, self.vlm_dtype),
-            "denoising": self._floor(
+            "prefix": self.clock.floor(encode_flops, vlm_bytes, self.vlm_dtype),
+            "denoising": self.clock.floor(
                 chain_flops, steps * (expert_bytes + prefix.num_bytes), self._expert_products()
             ),
         }
@@ -157,11 +153,13 @@ class Benchmark:
         }
         rows = []
         for name, pair in parts.items():
-            times, memory = self._alternate(dict(zip(("lerobot", "flowrl"), pair)))
+            times, memory = self.clock.alternate(dict(zip(("lerobot", "flowrl"), pair)))
             row = {"what": name, "batch": batch, "mode": mode, **_compared(times), "peak_mb": memory}
             rows.append(row | {"floor_ms": floors[name]})
         rows[-1]["difference_deg"] = difference
-        noisy, memory = self._alternate({"flowrl": lambda: sample_chain(policy, prefix, x_0, noise, eps)})
+        noisy, memory = self.clock.alternate(
+            {"flowrl": lambda: sample_chain(policy, prefix, x_0, noise, eps)}
+        )
         rows.append({"what": "denoising with noise", "batch": batch, "mode": mode, **_compared(noisy)})
         rows[-1] |= {"peak_mb": memory, "floor_ms": floors["denoising"]}
         return rows
@@ -220,11 +218,11 @@ class Benchmark:
         with matrix_products("float32"):
             flops = self._count(ways["flowrl"])
         floors = {
-            "flowrl": self._floor(flops, 0.0, "float32"),
-            "flowrl, TF32": self._floor(flops, 0.0, "tf32"),
+            "flowrl": self.clock.floor(flops, 0.0, "float32"),
+            "flowrl, TF32": self.clock.floor(flops, 0.0, "tf32"),
         }
         rows = []
-        times, memory = self._alternate(ways)
+        times, memory = self.clock.alternate(ways)
         for name, value in times.items():
             row = {"what": f"minibatch, {name}", "batch": minibatch, "mode": policy.velocity_mode}
             row |= {"ms": value, "ratio": times["lerobot"] / value, "cosine": cosines[name]}
@@ -272,39 +270,6 @@ class Benchmark:
         finally:
             policy.velocity_mode = before
 
-    def _alternate(self, ways: Mapping[str, Work]) -> tuple[dict[str, float], float]:
-        """Median time of each way [ms], and the peak of memory [MB], of all of them."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(WARM_UPS + REPEATS):
-            for name, work in ways.items():
-                elapsed = self._time(work)
-                if number >= WARM_UPS:
-                    times[name].append(elapsed)
-            if time.monotonic() > self.deadline and number > WARM_UPS:
-                break
-        if time.monotonic() > self.deadline:
-            raise TimeoutError("the time given by --seconds is over")
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) / 2**20
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return {name: float(np.median(values)) for name, values in times.items()}, peak
-
-    def _time(self, work: Work) -> float:
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            work()
-            return 1e3 * (time.perf_counter() - start)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self.device)
-        first.record()
-        work()
-        last.record()
-        torch.cuda.synchronize(self.device)
-        return first.elapsed_time(last)
-
     def _count(self, work: Work) -> float:
         """Floating-point operations of the matrix products, convolutions and attention, without graphs."""
         policy = self.policy
@@ -331,39 +296,6 @@ class Benchmark:
                 if part in n and not any(u in n for u in unread)
             )
         )
-
-    def _floor(self, flops: float, num_bytes: float, dtype: str) -> float:
-        """[ms]"""
-        rate = (
-            self.ceilings[f"{dtype}_flops"]
-            if f"{dtype}_flops" in self.ceilings
-            else self.ceilings["float32_flops"]
-        )
-        return 1e3 * max(flops / rate, num_bytes / self.ceilings["bytes"])
-
-    def _ceilings(self) -> dict[str, float]:
-        """Operations/s of a large matrix product in each precision, and bytes/s (read and written) of a large copy."""
-        on_gpu = self.device.type == "cuda"
-        side = 8192 if on_gpu else 1024
-        ceilings = {}
-        for name, dtype, precision in (
-            ("float32", torch.float32, "float32"),
-            ("tf32", torch.float32, "tf32"),
-            ("bfloat16", torch.bfloat16, "float32"),
-        ):
-            if not on_gpu and name != "float32":
-                continue
-            a, b = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
-            with matrix_products(precision):  # type: ignore[arg-type]
-                times = [self._time(lambda a=a, b=b: a @ b) for _ in range(WARM_UPS + REPEATS)]  # type: ignore[misc]
-            ceilings[f"{name}_flops"] = 2 * side**3 / (1e-3 * float(np.median(times[WARM_UPS:])))
-        if on_gpu:
-            ceilings["split_flops"] = ceilings["bfloat16_flops"] / 3
-        source = torch.randn(2**28 if on_gpu else 2**24, device=self.device)
-        target = torch.empty_like(source)
-        times = [self._time(lambda: target.copy_(source)) for _ in range(WARM_UPS + REPEATS)]
-        ceilings["bytes"] = 2 * source.numel() * 4 / (1e-3 * float(np.median(times[WARM_UPS:])))
-        return ceilings
 
 
 def _cache(prefix: Prefix) -> DynamicCache:
