@@ -162,7 +162,7 @@ def test_state_components_are_named(env):
         ({"offsamples": 3}, "offsamples=3"),
         ({"early_stop": 1}, "early_stop=1"),
         ({"robot": "/no/such/file.xml"}, "no such file"),
-        ({"colour": "red"}, "unknown argument colour"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
         ({"render_mode": "ascii"}, "render_mode='ascii'"),
     ],
 )
@@ -325,3 +325,9 @@ def test_checked_scenes_are_solved_by_the_expert_and_deterministic(env):
         env.reset(seed=3, options={"index": index, "check_expert": True})
         assert np.array_equal(full_state(env), checked) and env.simulation.layout.attempt == attempt
     assert "expert_ok" not in env.reset(seed=3)[1]
+
+
+def test_unknown_argument_is_a_type_error_in_pythons_own_words():
+    # TorchRL's GymEnv tries frameskip=1 with every environment and goes on without it after exactly this.
+    with pytest.raises(TypeError, match="unexpected keyword argument 'frameskip'"):
+        gymnasium.make("ChessPick-v0", frameskip=1)

@@ -192,7 +192,7 @@ def test_wrong_calls_are_refused_and_leave_the_environments_usable(envs):
         ({"autoreset_mode": "NextStep"}, "only Disabled is supported"),
         ({"num_envs": 0}, "num_envs=0"),
         ({"image_size": 1}, "image_size=1"),
-        ({"colour": "red"}, "unknown argument colour"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
     ],
 )
 def test_wrong_argument_is_refused_before_any_process_starts(arguments, message):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from chess_env.errors import ConfigError
+from chess_env.errors import ConfigError, UnknownArgumentError
 
 CONTROL_HZ = 30  # one joint target per frame, as LeRobot records the real arm
 PHYSICS_TIMESTEP_S = 1.0 / 240.0
@@ -195,7 +195,10 @@ class EnvConfig:
         """
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(arguments) - set(known))
-        _require(not unknown, f"unknown argument {', '.join(unknown)}: allowed are {', '.join(known)}")
+        if unknown:
+            raise UnknownArgumentError(
+                f"got an unexpected keyword argument {unknown[0]!r}: allowed are {', '.join(known)}"
+            )
         values = dict(arguments)
         if "image_size" in values:
             _require(

@@ -9,6 +9,11 @@ class ConfigError(ChessEnvError, ValueError):
     """An argument of the environment is outside what it allows."""
 
 
+class UnknownArgumentError(ConfigError, TypeError):
+    """An argument that the environment does not have. A TypeError worded as Python's own, which TorchRL's GymEnv waits for:
+    it offers every environment a `frameskip` first, and drops it when it is refused."""
+
+
 class OptionError(ChessEnvError, ValueError):
     """A reset option is unknown or has a wrong value."""
 
