@@ -1,0 +1,157 @@
+"""CPU time of SmolVLA's parts in LeRobot's code and in flowrl's exact way, alternating, in one thread.
+
+    python benchmarks/denoising.py                     # models/chess-tiny, 10 observations, a minibatch of 16
+
+The time is that of the processor, so that other programs on the machine disturb little. Bits are compared first.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from lerobot.policies.common.vla_utils import make_att_2d_masks
+from torch import Tensor
+from transformers import DynamicCache
+
+from flowrl.policy.loading import load_policy
+from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.prefix import Prefix
+
+TASK = "Pick up the white chess piece."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU time of SmolVLA in LeRobot's code and in flowrl's.")
+    parser.add_argument("--policy", default="models/chess-tiny")
+    parser.add_argument("--batch", type=int, default=10, help="observations that are sampled together")
+    parser.add_argument("--minibatch", type=int, default=16, help="decisions of the update")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    policy = load_policy(options.policy)
+    assert isinstance(policy, SmolVLAFlowPolicy)
+    policy.choose_velocity("exact")
+    print(f"{'':>36} {'LeRobot ms':>10} {'flowrl ms':>10} {'ratio':>6}  bits")
+    for name, ways in (
+        (f"encode {options.batch}", encoding(policy, options.batch)),
+        (f"denoise {options.batch}", denoising(policy, options.batch)),
+        (f"update of {options.minibatch}, forward, backward", updating(policy, options.minibatch)),
+    ):
+        first, second = (way() for way in ways)
+        times: list[list[float]] = [[], []]
+        for _ in range(options.repeats):
+            for way, values in zip(ways, times):
+                start = time.process_time()
+                way()
+                values.append(1e3 * (time.process_time() - start))
+        theirs, ours = (float(np.median(values)) for values in times)
+        bits = (
+            "equal" if torch.equal(first, second) else f"differ by {float((first - second).abs().max()):.1e}"
+        )
+        print(f"{name:>36} {theirs:>10.1f} {ours:>10.1f} {theirs / ours:>6.2f}  {bits}")
+
+
+Way = Callable[[], Tensor]
+
+
+def encoding(policy: SmolVLAFlowPolicy, batch: int) -> tuple[Way, Way]:
+    """Keys of the prefix, from pictures."""
+    observation, tasks = random_observation(policy, batch), [TASK] * batch
+    module = policy.module
+
+    @torch.no_grad()
+    def theirs() -> Tensor:
+        inputs = policy.prepare(observation, tasks)
+        images, masks = module.prepare_images(inputs)
+        text = inputs["observation.language.tokens"], inputs["observation.language.attention_mask"]
+        embedded, pad_mask, block = module.model.embed_prefix(
+            images, masks, *text, state=module.prepare_state(inputs)
+        )
+        _, cache = module.model.vlm_with_expert.forward(
+            attention_mask=make_att_2d_masks(pad_mask, block),
+            position_ids=torch.cumsum(pad_mask, dim=1) - 1,
+            inputs_embeds=[embedded, None],
+            use_cache=True,
+        )
+        return torch.stack([layer.keys for layer in cache.layers], dim=1)
+
+    return theirs, lambda: policy.encode(observation, tasks).tensors["keys"]
+
+
+def denoising(policy: SmolVLAFlowPolicy, batch: int) -> tuple[Way, Way]:
+    """A chunk from a prefix, without noise."""
+    prefix = policy.encode(random_observation(policy, batch), [TASK] * batch)
+    spec = policy.spec
+    x_0 = torch.randn(batch, spec.chunk_size, spec.padded_action_dim)
+    dt = -1.0 / spec.num_denoising_steps
+
+    def integrate(velocity: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        x_t = x_0
+        for step in range(spec.num_denoising_steps):
+            x_t = x_t + dt * velocity(x_t, torch.full((batch,), 1.0 + step * dt))
+        return x_t
+
+    @torch.no_grad()
+    def theirs() -> Tensor:
+        cache = cache_of(prefix)  # one for all steps, as LeRobot has it
+        return integrate(lambda x_t, when: denoise_step(policy, prefix, cache, x_t, when))
+
+    @torch.no_grad()
+    def ours() -> Tensor:
+        return integrate(policy.velocity_field(prefix))
+
+    return theirs, ours
+
+
+def updating(policy: SmolVLAFlowPolicy, minibatch: int) -> tuple[Way, Way]:
+    """Velocities of all denoising steps from stored prefixes, and their gradients."""
+    prefix, spec = policy.encode(random_observation(policy, minibatch), [TASK] * minibatch), policy.spec
+    steps = spec.num_denoising_steps
+    x_t = torch.randn(minibatch * steps, spec.chunk_size, spec.padded_action_dim)
+    when = (1.0 - torch.arange(steps) / steps).repeat(minibatch)
+    weights = list(policy.trainable_parameters().values())
+
+    def differentiate(v_t: Tensor) -> Tensor:
+        torch.autograd.grad(v_t.square().mean(), weights)
+        return v_t.detach()
+
+    def theirs() -> Tensor:
+        many = prefix.repeat_interleave(steps)
+        return differentiate(denoise_step(policy, many, cache_of(many), x_t, when))
+
+    return theirs, lambda: differentiate(policy.velocity_field(prefix, steps)(x_t, when))
+
+
+def denoise_step(
+    policy: SmolVLAFlowPolicy, prefix: Prefix, cache: DynamicCache, x_t: Tensor, when: Tensor
+) -> Tensor:
+    return policy.module.model.denoise_step(
+        prefix_pad_masks=prefix.tensors["pad_mask"], past_key_values=cache, x_t=x_t, timestep=when
+    )
+
+
+def cache_of(prefix: Prefix) -> DynamicCache:
+    cache = DynamicCache()
+    for layer in range(prefix.tensors["keys"].shape[1]):
+        cache.update(prefix.tensors["keys"][:, layer], prefix.tensors["values"][:, layer], layer)
+    return cache
+
+
+def random_observation(policy: SmolVLAFlowPolicy, batch: int) -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    config = policy.module.config
+    side = config.resize_imgs_with_padding[0]
+    names = [name.removeprefix("observation.images.") for name in config.image_features]
+    return {
+        "pixels": {name: rng.integers(0, 256, (batch, side, side, 3), dtype=np.uint8) for name in names},
+        "agent_pos": (10 * rng.normal(size=(batch, 6))).astype(np.float32),
+    }
+
+
+if __name__ == "__main__":
+    main()
