@@ -270,7 +270,8 @@ def test_an_absent_camera_is_masked(tmp_path):
 
 def program_args(folder: Path, kind: str) -> list[str]:
     save_small(folder, kind, size=2, chunk_size=ALIGNED[kind], cameras=("top",))
-    return ["--policy", str(folder), "--env-id", "toy_camera_env:ToyCamera-v0", "--device", "cpu"]
+    args = ["--policy", str(folder), "--env-id", "toy_camera_env:ToyCamera-v0"]
+    return [*args, "--device", "cpu", "--torch-threads", "1"]
 
 
 @pytest.mark.parametrize("kind", ["pi0", pytest.param("pi05", marks=pytest.mark.slow)])
