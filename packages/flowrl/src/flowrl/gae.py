@@ -50,7 +50,7 @@ def estimate_interleaved(
     gamma: float,
     lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of a rollout whose decisions lie in the order they were sampled, episodes interleaved.
+    """Advantages and returns of a rollout whose decisions may lie in any order, episodes interleaved.
 
     Args:
         episode: Number of each decision's episode, (N,).

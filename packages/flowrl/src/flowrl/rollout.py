@@ -118,6 +118,7 @@ def collect(
             if should_stop():
                 episodes = fleet.ordered_episodes()
                 return Rollout(episodes, None, clock.seconds, clock.wall_s, rounds, interrupted=True)
+            clock.count(None)
             group, what = fleet.wait()
             clock.count(what)
             if keep_final_features:
