@@ -3,7 +3,7 @@
 #   benchmarks/gain.sh train SECONDS      three RL runs (seeds 1, 2, 3) side by side, stopped after SECONDS as by Ctrl-C; again: goes on
 #   benchmarks/gain.sh control            critic-only run, filtered cloning, longer cloning (with as many demonstrations, and with more)
 #   benchmarks/gain.sh test               test scenes 0-999 (seed 9000003), each model in OUT/final against the start
-# Environment: OUT (default runs/gain), POLICY (models/chess-tiny), GPUS (all), ITERATIONS (240), ENVS (of a run, 48), PYTHON, VAL_EPISODES, ...
+# Environment: OUT (default runs/gain), POLICY (models/chess-tiny), GPUS (all), ITERATIONS (240), ENVS (of a run, 48), PYTHON, VAL_EPISODES (256), FLAGS (further flags of flowrl-train).
 set -euo pipefail
 stage=${1:?usage: gain.sh train SECONDS | control | test}
 out=${OUT:-runs/gain}
@@ -28,7 +28,7 @@ job() { # number of jobs, own number, command...: on its share of the cores and 
 }
 run_seed() { # seed: training scenes and torch's generator differ
   local flags=(--policy "$policy" --out "$out/seed$1" --train-seed "$((7700003 + $1))" --envs "$envs" --iterations "$iterations"
-    --val-episodes "${VAL_EPISODES:-256}" --val-every 20 --save-every 20)
+    --val-episodes "${VAL_EPISODES:-256}" --val-every 20 --save-every 20 ${FLAGS:-})
   [ ! -e "$out/seed$1/args.json" ] || flags=(--out "$out/seed$1" --resume)
   timeout --signal=TERM "$seconds" "$python" -c "from flowrl.cli import train as main; main()" "${flags[@]}" \
     >>"$out/seed$1.log" 2>&1 || [ $? -eq 124 ]
