@@ -1,6 +1,7 @@
 """The action expert as flowrl runs it, against LeRobot's own denoising step."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -277,3 +278,21 @@ def test_matrix_products_restore_the_precision_that_was_set():
         assert torch.get_float32_matmul_precision() == "high"
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_bfloat16_vlm_rounds_where_lerobots_does(tmp_path, make_observation, tasks):
+    size = replace(SMALL, text_width=96)  # the square root, a factor of the embeddings, is no bfloat16 number
+    module = build_smolvla(tmp_path / "vlm", size=size)
+    module.model.vlm_with_expert.vlm.to(torch.bfloat16)
+    save_policy_folder(tmp_path, module, statistics())
+    policy = SmolVLAFlowPolicy.load(tmp_path)
+    assert policy.dtypes == {"vlm": "bfloat16", "expert": "float32"}
+    observation, x_0 = make_observation(3), torch.randn(3, 50, 6)
+    exact = policy.encode(observation, tasks(3)).tensors["keys"]
+    expected = policy.predict_action_chunk(observation, tasks(3), x_0)
+    policy.choose_velocity("fused")
+    prefix = policy.encode(observation, tasks(3))
+    equal = (prefix.tensors["keys"] == exact).float().mean()
+    assert equal > 0.9
+    chain = sample_chain(policy, prefix, x_0)
+    assert (policy.unnormalize(chain.actions[..., :6]) - expected).abs().max() < 0.01

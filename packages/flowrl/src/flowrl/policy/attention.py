@@ -136,8 +136,8 @@ def layer_input(layer: Any, hidden: Tensor, fused: bool) -> Tensor:
 
 
 def normalized(norm: Any, hidden: Tensor, fused: bool) -> Tensor:
-    """Root-mean-square norm over the last axis."""
-    if fused and norm.weight.dtype == hidden.dtype:
+    """Root-mean-square norm over the last axis. In bfloat16 the fused one rounds once where LeRobot rounds twice."""
+    if fused and norm.weight.dtype == hidden.dtype == torch.float32:
         return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
     return norm(hidden)
 

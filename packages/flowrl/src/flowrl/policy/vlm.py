@@ -133,7 +133,8 @@ class FusedVLM:
         for layer in vision.encoder.layers:
             hidden = layer(hidden, None)
         embedded = self._vlm.connector(vision.post_layernorm(hidden))
-        return embedded * embedded.shape[-1] ** 0.5
+        scale = torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)  # LeRobot rounds it too
+        return embedded * float(scale)
 
     def weights(self) -> list[nn.Parameter]:
         """All weights that a call reads."""
