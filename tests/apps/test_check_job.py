@@ -31,7 +31,7 @@ def test_the_policys_preset_is_checked_with(checked):
     assert record["environment"]["kwargs"]["image_size"] == 128
     assert record["training"]["noise_basis"] == "dct"
     noises = [row["noise"] for row in record["checks"][1]["rows"]]
-    preset = json.loads((CHESS_TINY / "preset.json").read_text())["train"]
+    preset = json.loads((Path(CHESS_TINY) / "preset.json").read_text())["train"]
     own, basis = f"{preset['sigma_start']}:{preset['sigma_end']}", f"dct {preset['noise_modes']}"
     assert noises == ["none", f"{own} {basis}, the policy's own", f"0.2:0.002 {basis}"]
 
