@@ -43,7 +43,6 @@ train)
   wait
   ;;
 control)
-  seconds=${2:-3600}
   critic() {
     program train --policy "$policy" --out "$out/critic-only" --train-seed 7700004 --envs "$envs" --iterations 8 --critic-warmup 8 \
       --val-every 100 --val-episodes 8 --save-every 100 >>"$out/critic-only.log" 2>&1

@@ -146,7 +146,7 @@ def cross_fitted_values(decisions: Decisions, rollout: Rollout) -> np.ndarray:
         critic = Critic(decisions.features.shape[1]).to(device)
         optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-4, weight_decay=0.1)
         rows = torch.nonzero(half != own).squeeze(1)
-        best, patience_values = float("inf"), values[half == own]
+        best, best_values = float("inf"), values[half == own]
         for _ in range(CRITIC_EPOCHS):
             for index in rows[torch.randperm(len(rows), device=device)].split(PART):
                 loss = (critic(decisions.features[index]) - target[index]).square().mean()
@@ -157,8 +157,8 @@ def cross_fitted_values(decisions: Decisions, rollout: Rollout) -> np.ndarray:
                 fresh = critic(decisions.features[half == own])
                 error = float((fresh - target[half == own]).square().mean())
             if error < best:  # early stopping on the other half: an upper bound of what the features give
-                best, patience_values = error, fresh
-        values[half == own] = patience_values
+                best, best_values = error, fresh
+        values[half == own] = best_values
     return values.double().cpu().numpy()
 
 

@@ -22,8 +22,8 @@ lever() { # name GPU cores flags...
     "${@:4}" >>"$out/$name.log" 2>&1 || [ $? -eq 124 ]
   mapfile -t saved < <(find "$out/$name" -maxdepth 1 -name 'iter_*' | sort | tail -10)
   "${PYTHON:-python3}" "$here/average_checkpoints.py" "$out/$name-mean" "${saved[@]}" >>"$out/$name.log"
-  local policies=("$out/$name/last" "$out/$name-mean")
-  case "$*" in *n_action_steps*) policies+=("$policy") ;; *) [ "$name" != "${first:-}" ] || policies+=("$policy") ;; esac
+  local policies=("$out/$name/last" "$out/$name-mean") # the start first, where it is this run's to measure: a time limit cuts the end
+  case "$*" in *n_action_steps*) policies=("$policy" "${policies[@]}") ;; *) [ "$name" != "${first:-}" ] || policies=("$policy" "${policies[@]}") ;; esac
   for which in "${policies[@]}"; do
     program evaluate --policy "$which" --fast --expert-fp32 --episodes "$episodes" --seed 9300003 --workers "${ENVS:-48}" \
       --env-kwargs "$kwargs" --out "$out/eval/$name/$(basename "$which")" >>"$out/$name.log" 2>&1

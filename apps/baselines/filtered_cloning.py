@@ -18,6 +18,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from chess_apps.flow_matching import sample_time
 from flowrl.cli import run_program
 from flowrl.config import TrainConfig
 from flowrl.device import prepare_torch
@@ -163,8 +164,7 @@ def fit(policy: FlowPolicy, prefix: Prefix, actions: Tensor, config: FilteredCon
             rows = torch.randint(len(actions), (config.batch,), generator=generator, device=actions.device)
             chosen = actions[rows]
             noise = torch.randn(chosen.shape, generator=generator, device=actions.device)
-            uniform = torch.rand(config.batch, generator=generator, device=actions.device)
-            time = uniform.pow(1 / 1.5) * 0.999 + 0.001
+            time = sample_time(config.batch, actions.device, generator)
             t = time[:, None, None]
             velocity = policy.velocity(t * noise + (1 - t) * chosen, time, prefix[rows])
             loss = (velocity - (noise - chosen))[..., :scored].square().mean()
