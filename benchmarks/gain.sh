@@ -3,12 +3,12 @@
 #   benchmarks/gain.sh train SECONDS      three RL runs (seeds 1, 2, 3) side by side, stopped after SECONDS as by Ctrl-C; again: goes on
 #   benchmarks/gain.sh control            critic-only run, filtered cloning, longer cloning (with as many demonstrations, and with more)
 #   benchmarks/gain.sh test               test scenes 0-999 (seed 9000003), each model in OUT/final against the start
-# Environment: OUT (default runs/gain), POLICY (models/chess-tiny), GPUS (all), ITERATIONS (240), ENVS (of a run, 48), PYTHON, VAL_EPISODES (256), FLAGS (further flags of flowrl-train).
+# Environment: OUT (default runs/gain), POLICY (models/chess-tiny), GPUS (all), ITERATIONS (150), ENVS (of a run, 48), PYTHON, VAL_EPISODES (256), FLAGS (further flags of flowrl-train).
 set -euo pipefail
 stage=${1:?usage: gain.sh train SECONDS | control | test}
 out=${OUT:-runs/gain}
 policy=${POLICY:-models/chess-tiny}
-iterations=${ITERATIONS:-240}
+iterations=${ITERATIONS:-150}
 envs=${ENVS:-48}
 test_episodes=${TEST_EPISODES:-1000}
 python=${PYTHON:-python3}
