@@ -14,7 +14,7 @@ test_episodes=${TEST_EPISODES:-1000}
 python=${PYTHON:-python3}
 read -r -a gpus <<<"${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | tr '\n' ' ')}"
 [ ${#gpus[@]} -gt 0 ] || gpus=(0)
-cores=$(nproc)
+cores=$(nproc --all) # not nproc alone: it obeys OMP_NUM_THREADS
 mkdir -p "$out/final"
 program() { "$python" -c "import sys; from flowrl.cli import $1 as main; main()" "${@:2}"; }
 job() { # number of jobs, own number, command...: on its share of the cores and its GPU
