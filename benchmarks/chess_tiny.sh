@@ -4,7 +4,7 @@
 # Each line of VARIANTS is a candidate: name, scenes, aim error [mm], hesitation [frames], closing shift [frames], steps.
 set -euo pipefail
 out=${1:?usage: chess_tiny.sh OUT [CORES]}
-cores=${2:-$(nproc)}
+cores=${2:-$(nproc --all)}
 variants=${VARIANTS:-"chess-tiny 400 3 8 2 2500"}
 vision=${VISION:-$out/vision}
 run() { "${PYTHON:-python3}" -c "import sys; from ${1%:*} import ${1#*:} as main; main()" "${@:2}"; }
