@@ -10,6 +10,7 @@ is trained. Also known as rejection sampling or best-of-n fine-tuning.
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,8 +40,8 @@ from flowrl.vector_env import close_vector_env, find_spec, make_vector_envs, res
 class FilteredConfig:
     """Fit a policy further to its own successful episodes."""
 
-    out: str
-    """Policy folder to write; must not exist."""
+    out: tuple[str, ...]
+    """Policy folders to write; must not exist. Several: each fit begins at --policy, on the same episodes."""
     policy: str = "models/chess-tiny"
     """Policy folder to start from."""
     env_id: str = "chess_env:ChessPick-v0"
@@ -55,12 +56,12 @@ class FilteredConfig:
     """Environments that run side by side."""
     train_seed: int = 7_700_003
     """Seed of the training scenes, and of everything drawn."""
-    steps: int = 2_000
-    """Optimizer steps."""
+    steps: tuple[int, ...] = (2_000,)
+    """Optimizer steps of each --out."""
     batch: int = 256
     """Decisions in a step."""
-    lr: float = 1e-4
-    """Peak learning rate; linear warm-up over 5 % of the steps, then a cosine to 0."""
+    lr: tuple[float, ...] = (1e-4,)
+    """Peak learning rate of each --out; linear warm-up over 5 % of the steps, then a cosine to 0."""
     device: str = "auto"
     """Where the policy runs: auto, cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -81,25 +82,38 @@ def run(config: FilteredConfig) -> None:
     Raises:
         FlowRLError: bad input, or no episode that succeeded.
     """
-    out = Path(config.out)
-    if out.exists():
-        raise FlowRLError(f"--out {out}: exists; choose another folder")
+    if not len(config.out) == len(config.steps) == len(config.lr):
+        raise FlowRLError(
+            f"--out, --steps and --lr: {len(config.out)}, {len(config.steps)} and {len(config.lr)} values; give as many of each"
+        )
+    for out in config.out:
+        if Path(out).exists():
+            raise FlowRLError(f"--out {out}: exists; choose another folder")
     device = prepare_torch(config.device, config.torch_threads)
     policy = load_policy(config.policy, device=device)
+    parameters = policy.trainable_parameters()
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     prefix, actions, successes = successful_decisions(config, policy)
     tell(f"{successes} of {config.episodes} episodes succeeded: {len(actions)} decisions to learn from")
-    losses = fit(policy, prefix, actions, config)
-    out.mkdir(parents=True)
-    policy.save(out)
-    record = {
-        "flags": asdict(config),
-        "successes": successes,
-        "decisions": len(actions),
-        "loss": losses,
-        **describe_machine(device),
-    }
-    (out / "filtered_cloning.json").write_text(json.dumps(record, indent=1) + "\n")
-    tell(f"wrote {out}")
+    for out, steps, lr in zip(map(Path, config.out), config.steps, config.lr):
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(start[name])
+        losses = fit(policy, prefix, actions, steps, lr, config.batch, config.train_seed)
+        record = {
+            "flags": asdict(config) | {"out": str(out), "steps": steps, "lr": lr},
+            "successes": successes,
+            "decisions": len(actions),
+            "loss": losses,
+            **describe_machine(device),
+        }
+        unfinished = out.with_name(f".{out.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        policy.save(unfinished, final_folder=out)
+        (unfinished / "filtered_cloning.json").write_text(json.dumps(record, indent=1) + "\n")
+        unfinished.rename(out)
+        tell(f"wrote {out}")
 
 
 def successful_decisions(config: FilteredConfig, policy: FlowPolicy) -> tuple[Prefix, Tensor, int]:
@@ -151,20 +165,22 @@ def filtered(rollout: Rollout, good: set[int]) -> list[tuple[Prefix, Tensor]]:
     return [(decisions.prefix[index], decisions.states[index, -1])]
 
 
-def fit(policy: FlowPolicy, prefix: Prefix, actions: Tensor, config: FilteredConfig) -> list[list[float]]:
+def fit(
+    policy: FlowPolicy, prefix: Prefix, actions: Tensor, steps: int, lr: float, batch: int, seed: int
+) -> list[list[float]]:
     """Flow matching of the trainable parameters on stored observations; returns (step, mean loss since the last entry)."""
     parameters = list(policy.trainable_parameters().values())
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    generator = torch.Generator(device=actions.device).manual_seed(config.train_seed)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator(device=actions.device).manual_seed(seed)
     scored = policy.spec.action_dim
     losses: list[list[float]] = []
     total, since = torch.zeros((), device=actions.device), 0
-    with Progress("fitting", config.steps, "step") as progress:
-        for step in range(config.steps):
-            rows = torch.randint(len(actions), (config.batch,), generator=generator, device=actions.device)
+    with Progress("fitting", steps, "step") as progress:
+        for step in range(steps):
+            rows = torch.randint(len(actions), (batch,), generator=generator, device=actions.device)
             chosen = actions[rows]
             noise = torch.randn(chosen.shape, generator=generator, device=actions.device)
-            time = sample_time(config.batch, actions.device, generator)
+            time = sample_time(batch, actions.device, generator)
             t = time[:, None, None]
             velocity = policy.velocity(t * noise + (1 - t) * chosen, time, prefix[rows])
             loss = (velocity - (noise - chosen))[..., :scored].square().mean()
@@ -172,15 +188,15 @@ def fit(policy: FlowPolicy, prefix: Prefix, actions: Tensor, config: FilteredCon
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             warm, cosine = (
-                (step + 1) / max(1, config.steps // 20),
-                0.5 * (1 + math.cos(math.pi * step / config.steps)),
+                (step + 1) / max(1, steps // 20),
+                0.5 * (1 + math.cos(math.pi * step / steps)),
             )
             for group in optimizer.param_groups:
-                group["lr"] = config.lr * min(1.0, warm) * cosine
+                group["lr"] = lr * min(1.0, warm) * cosine
             optimizer.step()
             total, since = total + loss.detach(), since + 1
             progress.advance()
-            if (step + 1) % max(1, config.steps // 20) == 0 or step + 1 == config.steps:
+            if (step + 1) % max(1, steps // 20) == 0 or step + 1 == steps:
                 losses.append([step + 1, round(float(total) / since, 6)])
                 total, since = torch.zeros_like(total), 0
     return losses
