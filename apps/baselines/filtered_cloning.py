@@ -128,7 +128,7 @@ def successful_decisions(config: FilteredConfig, policy: FlowPolicy) -> tuple[Pr
     kwargs = resolve_env_kwargs(
         find_spec(config.env_id), json.loads(flags.env_kwargs), flags.seconds, policy.spec
     )
-    vec_envs = make_vector_envs(config.env_id, config.envs, kwargs, policy.spec, pipeline=2)
+    vec_envs = make_vector_envs(config.env_id, config.envs, kwargs, policy, pipeline=2)
     kept: list[tuple[Prefix, Tensor]] = []
     noise, successes = make_noise(flags, policy, 0), 0
     try:

@@ -1,10 +1,12 @@
 """Filtered cloning: what is kept, and that fitting it moves the policy there."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import sample_chain
@@ -72,3 +74,24 @@ def test_an_existing_folder_is_refused(program, tmp_path):
 def test_as_many_steps_as_folders_are_needed(program, tmp_path):
     with pytest.raises(FlowRLError, match="2, 1 and 1 values"):
         program.run(program.FilteredConfig(out=(str(tmp_path / "a"), str(tmp_path / "b"))))
+
+
+def test_program_fits_each_folder_from_the_start_to_the_same_episodes(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "load_policy", lambda path, device: ToyPolicy())
+    outs = tuple(str(tmp_path / name) for name in ("a", "same", "longer"))
+    program.run(
+        program.FilteredConfig(
+            out=outs, policy=str(tmp_path), env_id="toy_env:ToyReach-v0", episodes=24, collect_at_once=16, envs=2,
+            steps=(3, 3, 6), lr=(1e-3, 1e-3, 1e-3), batch=8, device="cpu", torch_threads=1,
+        )
+    )  # fmt: skip
+    records = [json.loads((Path(out) / "filtered_cloning.json").read_text()) for out in outs]
+    assert 0 < records[0]["successes"] <= 24 and records[0]["decisions"] > 0
+    assert [record["flags"]["steps"] for record in records] == [3, 3, 6]
+    weights = [load_file(Path(out) / "model.safetensors") for out in outs]
+    start = ToyPolicy()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for name, parameter in start.trainable_parameters().items():
+        assert not torch.equal(weights[0][name], parameter) and not torch.equal(
+            weights[0][name], weights[2][name]
+        )

@@ -1,0 +1,88 @@
+"""Tables and learning curves of docs/results.md from what `gain.py` left.
+
+    python benchmarks/results.py runs/gain --save benchmarks/results/gain     # from OUT; also writes the compact form to commit
+    python benchmarks/results.py benchmarks/results/gain                      # from the compact form
+
+Fills the parts of the page between `<!-- results:NAME -->` and `<!-- /results:NAME -->`; what is missing is said there.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from result_data import Results, read_results, write_results
+from result_plots import learning_curves
+from result_tables import (
+    NOT_RUN,
+    ablations_table,
+    claim_table,
+    controls_table,
+    final_table,
+    groups_table,
+    measures_table,
+    usage_table,
+)
+
+ROOT = Path(__file__).parents[1]
+CURVES = "learning_curves.png"
+TABLES: dict[str, Callable[[Results], str]] = {
+    "claim": claim_table,
+    "final": final_table,
+    "final-cpu": partial(final_table, test="test-cpu"),
+    "groups": groups_table,
+    "measures": measures_table,
+    "controls": controls_table,
+    "ablations": ablations_table,
+    "usage": usage_table,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="OUT of gain.py, or the compact form")
+    parser.add_argument("--save", type=Path, help="write the compact form here")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/results.md")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs/images")
+    parser.add_argument(
+        "--start", type=Path, default=ROOT / "models/chess-tiny", help="the start's policy folder"
+    )
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        sys.exit(f"error: {args.folder}: no such folder; give OUT of gain.py, or the compact form")
+    results = read_results(args.folder, args.start)
+    if args.save:
+        write_results(results, args.save)
+    blocks = {name: table(results) for name, table in TABLES.items()}
+    drawn = learning_curves(results, args.images / CURVES)
+    blocks["curves"] = f"![Learning curves of the runs](images/{CURVES})\n" if drawn else NOT_RUN
+    args.page.write_text(filled(args.page.read_text(), blocks))
+    for name in ("claim", "final", "controls", "ablations", "usage"):
+        print(f"{name}\n{blocks[name]}")
+
+
+def filled(page: str, blocks: dict[str, str]) -> str:
+    """The page with each block between its marks.
+
+    Raises:
+        SystemExit: a block has no place on the page.
+    """
+    for name, text in blocks.items():
+        marks = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
+        pattern = re.compile(f"{re.escape(marks[0])}.*?{re.escape(marks[1])}", re.DOTALL)
+        if len(pattern.findall(page)) != 1:
+            sys.exit(f"error: the page has no place {marks[0]} ... {marks[1]}, or several; put it there once")
+        page = pattern.sub(lambda _, m=marks, t=text: f"{m[0]}\n\n{t.strip()}\n\n{m[1]}", page)
+    return page
+
+
+if __name__ == "__main__":
+    main()
