@@ -6,7 +6,7 @@ fits/NAME.json (steps and demonstrations of the controls), usage.json (seconds o
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Results:
     runs: Mapping[str, Run] = field(default_factory=dict)
     tests: Mapping[str, Mapping[str, Evaluation]] = field(default_factory=dict)
     fits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    usage: list[Mapping[str, Any]] = field(default_factory=list)
+    usage: Sequence[Mapping[str, Any]] = ()
     unchanged: Mapping[str, int] = field(default_factory=dict)
 
     def rl_names(self, test: str = "test") -> list[str]:

@@ -107,3 +107,13 @@ def test_images_of_another_size_than_the_policys_are_refused(stages, tmp_path):
     with pytest.raises(FlowRLError, match="works on 64x64 images, the demonstrations have 32x32"):
         run(config)
     assert not Path(config.out).exists()
+
+
+def test_fitting_ends_with_the_time(stages, tmp_path):
+    out = tmp_path / "short"
+    run(
+        CloneConfig(
+            out=str(out), policy=str(stages[0]), train="expert", record=SLOPPY, steps=1000, max_seconds=1e-9, batch=2, device="cpu"
+        )
+    )  # fmt: skip
+    assert [step for step, _ in json.loads((out / "clone.json").read_text())["loss"]] == [1]

@@ -125,3 +125,10 @@ def test_learning_rate_warms_up_and_falls_to_one_percent():
     assert learning_rate(0, config) == pytest.approx(1e-5, rel=0.01)
     assert learning_rate(99, config) == pytest.approx(1e-3, rel=0.03)
     assert learning_rate(1000, config) == pytest.approx(1e-5)
+
+
+def test_learning_rate_falls_with_the_time_where_that_is_used_up_first():
+    config = CloneConfig(out="", steps=1000, lr=1e-3, warmup=100, max_seconds=60.0)
+    assert learning_rate(500, config, time_used=0.2) == learning_rate(500, config)
+    assert learning_rate(500, config, time_used=0.8) == pytest.approx(learning_rate(800, config))
+    assert learning_rate(500, config, time_used=1.2) == pytest.approx(1e-5)

@@ -97,6 +97,8 @@ def check(config: CloneConfig) -> None:
     for name in ("steps", "batch", "stride"):
         if getattr(config, name) < 1:
             raise FlowRLError(f"--{name} {getattr(config, name)}: at least 1 is needed")
+    if config.max_seconds is not None and config.max_seconds <= 0:
+        raise FlowRLError(f"--max-seconds {config.max_seconds}: more than 0 is needed")
     if Path(config.out).exists():
         raise FlowRLError(f"--out {config.out} exists already; choose another folder or remove it")
     if config.policy == "new" and config.train == "expert":

@@ -150,9 +150,9 @@ def reset_expert(policy: SmolVLAPolicy, seed: int) -> None:
         module.load_state_dict(initial.state_dict())
 
 
-def learning_rate(step: int, config: CloneConfig) -> float:
-    """Linear warm-up, then a cosine from ``lr`` to 1 % of it."""
-    cosine = 0.5 * (1 + math.cos(math.pi * min(step / config.steps, 1.0)))
+def learning_rate(step: int, config: CloneConfig, time_used: float = 0.0) -> float:
+    """Linear warm-up, then a cosine from ``lr`` to 1 % of it, over the steps or the share of ``max_seconds`` that is used."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(max(step / config.steps, time_used), 1.0)))
     return config.lr * min(1.0, (step + 1) / max(config.warmup, 1)) * (0.01 + 0.99 * cosine)
 
 
@@ -179,22 +179,26 @@ def clone(policy: SmolVLAPolicy, batches: Batches, config: CloneConfig) -> list[
     started = time.monotonic()
     with tqdm(total=config.steps, desc="cloning", unit="step", mininterval=1.0, disable=None) as bar:
         for step in range(config.steps):
+            used = (time.monotonic() - started) / config.max_seconds if config.max_seconds else 0.0
+            last = step + 1 == config.steps or used >= 1.0
             total += step_gradients()
             count += 1
             nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, foreach=True)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, config)
+                group["lr"] = learning_rate(step, config, used)
             optimizer.step()
             bar.update()
-            if (step + 1) % every == 0 or step + 1 == config.steps:
+            if (step + 1) % every == 0 or last:
                 curve.append((step + 1, float(total / count)))
                 total.zero_()
                 count = 0
                 bar.set_postfix(loss=f"{curve[-1][1]:.4f}")
+            if last:
+                break
     policy.eval()
     seconds = time.monotonic() - started
     print(
-        f"cloned {config.steps} steps in {seconds:.1f} s, {config.steps / seconds:.1f}/s, loss {curve[-1][1]:.4f}"
+        f"cloned {step + 1} steps in {seconds:.1f} s, {(step + 1) / seconds:.1f}/s, loss {curve[-1][1]:.4f}"
     )
     return curve
 

@@ -79,6 +79,8 @@ class CloneConfig:
     """Weight decay of matrices; vectors get none."""
     max_grad_norm: float = 1.0
     """Gradient norm above which gradients are scaled down."""
+    max_seconds: float | None = None
+    """Fit for so long at most [s]: the learning rate's cosine then ends with the time. None: all --steps."""
     seed: int = 0
     """Seed of initial weights, minibatches and noise."""
     device: str = "auto"
