@@ -37,7 +37,7 @@ ABLATIONS: dict[str, list[str]] = {
 FITS = {"filtered": (4000, 1e-4), "filtered-more": (12000, 3e-4)}
 """Steps and peak rate of the two fits of filtered cloning to the same episodes; the start was cloned in 2,500 steps at 1e-3."""
 DEMONSTRATIONS = {"longer": 400, "longer-twice": 800}
-CONTROLS = ("filtered", "longer", "longer-twice", "critic-only")
+MODELS = (*(f"rl-seed{seed}" for seed in SEEDS["train"]), *FITS, *DEMONSTRATIONS, "critic-only")
 
 
 def main() -> None:
@@ -61,6 +61,10 @@ def main() -> None:
     print(f"\n{args.stage}: {seconds:.0f} s on {len(machine.cores)} cores and {len(machine.gpus)} GPUs")
     for name, text in outcome.items():
         print(f"{name:16s} {text:14s} {progress(args, name)}")
+    if args.stage == "test" and (
+        absent := [name for name in MODELS if not (args.out / "final" / name).is_dir()]
+    ):
+        print(f"not in {args.out / 'final'}, so not tested: {', '.join(absent)}")
     failed = [name for name, text in outcome.items() if text.startswith("FAILED")]
     waiting = [name for name, text in outcome.items() if text.startswith("not")]
     if failed:
@@ -175,15 +179,18 @@ def train_jobs(args: argparse.Namespace) -> list[Job]:
 def control_jobs(args: argparse.Namespace) -> list[Job]:
     """With 32 cores and two GPUs: filtered cloning on 16 cores and the first GPU, the others on the second."""
     final, episodes = args.out / "final", args.iterations * args.episodes
-    collected = [
-        sys.executable, str(HERE.parent / "apps/baselines/filtered_cloning.py"), "--policy", args.policy,
-        "--out", *(str(final / name) for name in FITS), "--steps", *map(str, args.fit_steps), "--lr", *(str(lr) for _, lr in FITS.values()),
-        "--train-seed", str(SEEDS["train"][1]), "--envs", str(2 * args.envs), "--episodes", str(episodes),
-        "--collect-at-once", "1024", "--torch-threads", "1",
-    ]  # fmt: skip
-    filtered = Step(
-        lambda: collected, lambda: all((final / name).is_dir() for name in FITS), needs_s=episodes / 150
-    )
+
+    def fit() -> list[str]:
+        missing = [number for number, name in enumerate(FITS) if not (final / name).is_dir()]
+        outs, rates = [str(final / name) for name in FITS], [str(lr) for _, lr in FITS.values()]
+        return [
+            sys.executable, str(HERE.parent / "apps/baselines/filtered_cloning.py"), "--policy", args.policy,
+            "--out", *(outs[n] for n in missing), "--steps", *(str(args.fit_steps[n]) for n in missing),
+            "--lr", *(rates[n] for n in missing), "--train-seed", str(SEEDS["train"][1]), "--envs", str(2 * args.envs),
+            "--episodes", str(episodes), "--collect-at-once", "1024", "--torch-threads", "1",
+        ]  # fmt: skip
+
+    filtered = Step(fit, lambda: all((final / name).is_dir() for name in FITS), needs_s=episodes / 150)
 
     def longer(name: str) -> Step:
         scenes = args.longer_scenes * (DEMONSTRATIONS[name] // DEMONSTRATIONS["longer"])

@@ -35,13 +35,15 @@ def table(out: Path) -> None:
         if path.name not in ("last", f"{path.parent.name}-mean")
         for results in [results_of(path)]
     }
-    for run in sorted({path.parent for path in folders}):
+    for run in sorted(out / "eval" / path.parent.name for path in out.glob("*/log.jsonl")):
         log = [json.loads(line) for line in (out / run.name / "log.jsonl").read_text().splitlines()]
         train = [line["train_success"] for line in log if line["train_success"] is not None]
         episodes = sum(line["train_episodes"] or 0 for line in log)
         fifth = max(1, len(train) // 5)
         row = f"{run.name:16s} {len(train)} iterations {episodes} episodes, with noise {sum(train[:fifth]) / fifth:.1%}"
-        row += f" -> {sum(train[-fifth:]) / fifth:.1%}, lr {log[-1]['lr']:.2g}, ev {log[-1]['explained_variance']:.2f}"
+        row += f" -> {sum(train[-fifth:]) / fifth:.1%}"
+        if train:
+            row += f", lr {log[-1]['lr']:.2g}, ev {log[-1]['explained_variance'] or 0.0:.2f}"
         row += f", ratio dev {max(line['ratio_max_dev'] or 0.0 for line in log):.1g}"
         for name in ("last", f"{run.name}-mean"):
             if run / name in folders:

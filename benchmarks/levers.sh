@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
 # Several RL runs side by side from one policy, each with its share of the cores, and their comparison with the start on
 # validation scenes: the last checkpoint, and the mean of the last ten.
-#   usage: LEVERS=$'name GPU FIRST_CORE-LAST_CORE [flowrl-train flags ...]\n...' benchmarks/levers.sh OUT SECONDS
+#   usage: LEVERS=$'name GPU FIRST_CORE-LAST_CORE [flowrl-train flags ...]\n...' benchmarks/levers.sh OUT SECONDS [TOTAL]
+# Training stops after SECONDS. Evaluations that are not finished after TOTAL seconds (default 585) are given up, so that the table comes.
 set -euo pipefail
 out=${1:?usage: levers.sh OUT SECONDS}
 seconds=${2:?usage: levers.sh OUT SECONDS}
+total=${3:-585}
 policy=${POLICY:-models/chess-tiny}
 episodes=${EVAL_EPISODES:-512}
 here=$(dirname "$0")
-program() { "${PYTHON:-python3}" -c "from flowrl.cli import $1 as main; main()" "${@:2}"; }
+evaluate() { # until TOTAL; SECONDS counts from the start of this script
+  local left=$((total - SECONDS))
+  [ "$left" -gt 0 ] && timeout "$left" "${PYTHON:-python3}" -c "from flowrl.cli import evaluate as main; main()" "$@"
+}
 
 lever() { # name GPU cores flags...
   local name=$1 gpu=$2 cores=$3 kwargs='{}' i
@@ -25,16 +30,20 @@ lever() { # name GPU cores flags...
   local policies=("$out/$name/last" "$out/$name-mean") # the start first, where it is this run's to measure: a time limit cuts the end
   case "$*" in *n_action_steps*) policies=("$policy" "${policies[@]}") ;; *) [ "$name" != "${first:-}" ] || policies=("$policy" "${policies[@]}") ;; esac
   for which in "${policies[@]}"; do
-    program evaluate --policy "$which" --fast --expert-fp32 --episodes "$episodes" --seed 9300003 --workers "${ENVS:-48}" \
+    evaluate --policy "$which" --fast --expert-fp32 --episodes "$episodes" --seed 9300003 --workers "${ENVS:-48}" \
       --env-kwargs "$kwargs" --out "$out/eval/$name/$(basename "$which")" >>"$out/$name.log" 2>&1
   done
 }
 
 mkdir -p "$out"
 pids=()
+names=()
 read -r first _ <<<"$LEVERS"
 while read -r -a words; do
-  [ ${#words[@]} -eq 0 ] || { lever "${words[@]}" & pids+=($!); }
+  [ ${#words[@]} -eq 0 ] || { lever "${words[@]}" & pids+=($!); names+=("${words[0]}"); }
 done <<<"$LEVERS"
-for pid in "${pids[@]}"; do wait "$pid" || echo "a run failed; see its log"; done
-"${PYTHON:-python3}" "$here/lever_table.py" "$out"
+failed=()
+for ((i = 0; i < ${#pids[@]}; i++)); do wait "${pids[$i]}" || failed+=("${names[$i]}"); done
+"${PYTHON:-python3}" "$here/lever_table.py" "$out" || echo "no table"
+for name in ${failed[@]+"${failed[@]}"}; do echo "$name FAILED or ran out of time: $(tail -n 1 "$out/$name.log")"; done
+[ ${#failed[@]} -eq 0 ]
