@@ -14,29 +14,42 @@ RESULT_FILES = ("log.jsonl", "args.json", "eval_results.json", "clone.json", "fi
 
 
 def pack_gain(out: Path, dest: Path, start: str) -> None:
-    """Packs logs, results and final policies of OUT into `dest`/gain.tar.gz.00, .01, ...; says what there is."""
+    """Packs logs, results, final policies, and what unfinished runs go on from, into `dest`/gain.tar.gz.00, .01, ..."""
     files = {path: path.relative_to(out) for name in RESULT_FILES for path in sorted(out.rglob(name))}
     files |= {path: path.relative_to(out) for path in (out / "logs").glob("*.log")}
     files |= {path: path.relative_to(out) for path in out.glob("*.jsonl")}
     policies = sorted(path for path in (out / "final").glob("*") if (path / WEIGHTS).is_file())
+    policies += unfinished_runs(out)
     with tempfile.TemporaryDirectory() as scratch:
-        for policy in policies:
-            changed = Path(scratch) / policy.name
+        for number, policy in enumerate(policies):
+            changed = Path(scratch) / str(number)
             changed.mkdir()
             write_difference(Path(start), policy, changed)
             small = [path for path in policy.rglob("*") if path.is_file() and path.name != WEIGHTS]
             files |= {path: path.relative_to(out) for path in small}
-            files |= {path: Path("final") / policy.name / path.name for path in changed.iterdir()}
+            files |= {path: policy.relative_to(out) / path.name for path in changed.iterdir()}
         write_parts(files, dest / ARCHIVE)
     for path in sorted(dest.glob(f"{ARCHIVE}.*")):
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    print(f"packed {len(files)} files, policies {', '.join(policy.name for policy in policies) or 'none'}")
+    print(
+        f"packed {len(files)} files; policies: {', '.join(str(p.relative_to(out)) for p in policies) or 'none'}"
+    )
+
+
+def unfinished_runs(out: Path) -> list[Path]:
+    """Last checkpoints of runs that are to go on: neither exported nor, as an ablation, evaluated."""
+    return sorted(
+        path.parent
+        for path in out.glob(f"runs/*/last/{WEIGHTS}")
+        if not (out / "final" / path.parts[-3]).is_dir()
+        and not (out / "validation" / path.parts[-3] / "eval_results.json").is_file()
+    )
 
 
 def unpack_gain(dest: Path, out: Path, start: str) -> None:
     """The contrary of `pack_gain`, into OUT; a policy whose weights do not come out as packed is refused."""
     read_parts(dest / ARCHIVE, out)
-    for changed in sorted((out / "final").glob(f"*/{CHANGED}")):
+    for changed in sorted(out.rglob(CHANGED)):
         rebuild(Path(start), changed.parent)
         print(f"{changed.parent}")
 

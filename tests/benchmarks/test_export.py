@@ -76,19 +76,24 @@ def test_collected_policies_are_the_packed_ones_bit_for_bit(program, checkpoint,
     final = tmp_path / "gain" / "final"
     program("export_model").clean_policy(checkpoint, final / "rl-seed1")
     program("export_model").clean_policy(CHESS_TINY, final / "critic-only")
+    shutil.copytree(checkpoint, tmp_path / "gain" / "runs" / "rl-seed1" / "last")  # finished: stays behind
+    shutil.copytree(checkpoint, tmp_path / "gain" / "runs" / "rl-seed2" / "last")
     assert parcel.different(CHESS_TINY, final / "rl-seed1") == [CHANGED]
     assert parcel.different(CHESS_TINY, final / "critic-only") == []
     parcel.pack_gain(tmp_path / "gain", tmp_path / "carried", str(CHESS_TINY))
     parts = list((tmp_path / "carried").iterdir())
     assert len(parts) > 1 and all(part.stat().st_size <= 4000 for part in parts)
     parcel.unpack_gain(tmp_path / "carried", tmp_path / "home", str(CHESS_TINY))
-    for name in ("rl-seed1", "critic-only"):
+    assert not (tmp_path / "home/runs/rl-seed1/last/model.safetensors").exists()
+    for name in ("final/rl-seed1", "final/critic-only", "runs/rl-seed2/last"):
         packed, unpacked = (
-            load_file(folder / "final" / name / "model.safetensors")
+            load_file(folder / name / "model.safetensors")
             for folder in (tmp_path / "gain", tmp_path / "home")
         )
         assert packed.keys() == unpacked.keys()
         assert all(torch.equal(packed[key], unpacked[key]) for key in packed)
+    state = Path("runs/rl-seed2/last/flowrl.safetensors")
+    assert (tmp_path / "home" / state).read_bytes() == (tmp_path / "gain" / state).read_bytes()
     with pytest.raises(SystemExit, match="other weights"):
         parcel.unpack_gain(tmp_path / "carried", tmp_path / "wrong", str(checkpoint))
 
