@@ -22,7 +22,7 @@ from export_model import clean_policy, iteration_of
 from jobs import Job, Machine, Step, run_jobs
 from parcel import pack_gain, unpack_gain
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 NOT_FINISHED, FAILED = 3, 1
 SEEDS = {"train": {1: 7700004, 2: 7700005, 3: 7700006}, "ablate": {1: 7700011, 2: 7700012}}
 TEST_SEED, VALIDATION_SEED = 9000003, 9300003
@@ -51,6 +51,11 @@ def main() -> None:
     start = time.monotonic()
     machine = Machine()
     jobs = STAGES[args.stage](args)
+    known = {name for job in jobs for name in (job.name, job.name[:-3], job.name.removeprefix("rl-seed"))}
+    if unknown := sorted(set(args.names) - known):
+        sys.exit(
+            f"error: {args.stage} has no {', '.join(unknown)}; a model to test must be in {args.out / 'final'}"
+        )
     outcome = run_jobs(jobs, args.out, start + float(args.argument), machine, parallel=args.parallel)
     export_finished(args)
     seconds = time.monotonic() - start
@@ -114,8 +119,11 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def program(module: str, function: str) -> list[str]:
-    return [sys.executable, "-c", f"from {module} import {function} as main; main()"]
+def program(module: str, function: str, folder: Path | None = None) -> list[str]:
+    """Words that run a function of a module, of one in `folder` if given. A script's file would be imported, with torch and
+    LeRobot, by each of its environments' processes."""
+    path = f"import sys; sys.path.insert(0, {str(folder)!r}); " if folder else ""
+    return [sys.executable, "-c", f"{path}from {module} import {function} as main; main()"]
 
 
 def evaluation(args: argparse.Namespace, policy: Path | str, out: Path, seed: int, episodes: int) -> Step:
@@ -124,7 +132,7 @@ def evaluation(args: argparse.Namespace, policy: Path | str, out: Path, seed: in
         *program("flowrl.cli", "evaluate"), "--policy", str(policy), "--fast", "--expert-fp32", "--seed", str(seed),
         "--episodes", str(episodes), "--workers", str(args.envs), "--torch-threads", "1", "--out", str(out),
     ]  # fmt: skip
-    return Step(lambda: command, lambda: evaluated(out, episodes), needs_s=30.0)
+    return Step(lambda: command, lambda: evaluated(out, episodes), needs_s=20 + episodes / 25)
 
 
 def evaluated(out: Path, episodes: int) -> bool:
@@ -184,7 +192,7 @@ def control_jobs(args: argparse.Namespace) -> list[Job]:
         missing = [number for number, name in enumerate(FITS) if not (final / name).is_dir()]
         outs, rates = [str(final / name) for name in FITS], [str(lr) for _, lr in FITS.values()]
         return [
-            sys.executable, str(HERE.parent / "apps/baselines/filtered_cloning.py"), "--policy", args.policy,
+            *program("filtered_cloning", "main", HERE.parent / "apps/baselines"), "--policy", args.policy,
             "--out", *(outs[n] for n in missing), "--steps", *(str(args.fit_steps[n]) for n in missing),
             "--lr", *(rates[n] for n in missing), "--train-seed", str(SEEDS["train"][1]), "--envs", str(2 * args.envs),
             "--episodes", str(episodes), "--collect-at-once", "1024", "--torch-threads", "1",
@@ -217,7 +225,7 @@ def control_jobs(args: argparse.Namespace) -> list[Job]:
 def ablation_jobs(args: argparse.Namespace) -> list[Job]:
     jobs = []
     for variant, flags in ABLATIONS.items():
-        start = [sys.executable, str(HERE / "without_critic.py")] if variant == "no-critic" else TRAIN
+        start = program("without_critic", "main", HERE) if variant == "no-critic" else TRAIN
         for seed, train_seed in SEEDS["ablate"].items():
             name = f"{variant}-s{seed}"
             if wanted(args, name, variant):

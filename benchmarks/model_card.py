@@ -46,7 +46,7 @@ the last checkpoint's, which was declared before the run{averaged(flags)}.
 {table(results, model, start)}
 ## How to repeat it
 
-Trained on {machine}, commit {run.args.get("commit") or "not recorded"}, as `{model}` of
+Trained on {machine}, commit {results.commit or "not recorded"}, as `{model}` of
 
 ```bash
 python benchmarks/gain.py train 560

@@ -81,21 +81,23 @@ class Results:
     fits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     usage: Sequence[Mapping[str, Any]] = ()
     unchanged: Mapping[str, int] = field(default_factory=dict)
+    commit: str | None = None
 
     def rl_names(self, test: str = "test") -> list[str]:
         """The RL runs that were evaluated there, in the order of their seeds."""
         return sorted(name for name in self.tests.get(test, {}) if name.startswith("rl-seed"))
 
 
-def read_results(folder: Path, start: Path) -> Results:
+def read_results(folder: Path, start: Path, commit: str | None = None) -> Results:
     """From OUT of `gain.py`, or from the compact form.
 
     Args:
         folder: Either.
         start: The start's policy folder, to count the tensors that the critic-only run has changed.
+        commit: Of the code that ran, where the machine had no git; the compact form remembers it.
     """
     if list(folder.glob("runs/*/log.jsonl")) or list(folder.glob("*/*/eval_results.json")):
-        return _read_out(folder, start)
+        return _read_out(folder, start, commit)
     runs = {
         path.stem: Run(_lines(path), json.loads(path.with_suffix(".json").read_text()))
         for path in sorted(folder.glob("runs/*.jsonl"))
@@ -112,7 +114,8 @@ def read_results(folder: Path, start: Path) -> Results:
     usage = (
         json.loads(usage_file.read_text()) if usage_file.is_file() else {"stages": [], "changed_tensors": {}}
     )
-    return Results(runs, tests, fits, usage["stages"], usage["changed_tensors"])
+    commit = commit or usage.get("commit")
+    return Results(runs, tests, fits, usage["stages"], usage["changed_tensors"], commit)
 
 
 def write_results(results: Results, folder: Path) -> None:
@@ -130,11 +133,15 @@ def write_results(results: Results, folder: Path) -> None:
             _write(folder / test / f"{name}.json", json.dumps(vars(evaluation), separators=(",", ":")) + "\n")
     for name, fit in results.fits.items():
         _write(folder / "fits" / f"{name}.json", json.dumps(fit) + "\n")
-    usage = {"stages": results.usage, "changed_tensors": results.unchanged}
+    usage = {
+        "stages": results.usage,
+        "changed_tensors": results.unchanged,
+        "commit": results.commit,
+    }
     _write(folder / "usage.json", json.dumps(usage) + "\n")
 
 
-def _read_out(out: Path, start: Path) -> Results:
+def _read_out(out: Path, start: Path, commit: str | None) -> Results:
     from parcel import WEIGHTS, different
 
     runs = {}
@@ -164,7 +171,8 @@ def _read_out(out: Path, start: Path) -> Results:
         if path.name == "critic-only" and (path / WEIGHTS).is_file()
     }
     usage = _lines(out / "stages.jsonl") if (out / "stages.jsonl").is_file() else []
-    return Results(runs, tests, fits, usage, changed)
+    commits = {run.args["commit"] for run in runs.values() if run.args.get("commit")}
+    return Results(runs, tests, fits, usage, changed, commit or ", ".join(sorted(commits)) or None)
 
 
 def _evaluation(results: Mapping[str, Any]) -> Evaluation:

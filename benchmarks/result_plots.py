@@ -23,12 +23,12 @@ def learning_curves(results: Results, path: Path) -> bool:
     draw(axes[1], runs, "train_success", SMOOTH, 100.0)
     draw(axes[2], runs, "kl", SMOOTH, 1.0)
     axes[0].set_ylabel("validation success, no noise [%]")
-    axes[1].set_ylabel(f"training success with noise [%], {SMOOTH} iterations")
+    axes[1].set_ylabel(f"training success, noise, mean of {SMOOTH} [%]")
     axes[2].set_ylabel("KL of an update, per element")
-    axes[2].set_yscale("log")
+    axes[2].set_ylim(bottom=0.0)
     start = results.tests.get("test", {}).get(START)
     for axis in axes:
-        axis.set_xlabel("training episodes")
+        axis.set_xlabel("training episodes [thousands]")
         axis.grid(alpha=0.3)
     figure.suptitle(
         f"{len(runs)} runs (thin), their mean, and its 95 % interval (Student's t over the runs)"
@@ -45,6 +45,7 @@ def draw(axis: Axes, runs: list[Run], name: str, smooth: int, factor: float) -> 
     curves = []
     for run in runs:
         episodes, values = run.curve(name)
+        episodes = episodes / 1000
         width = min(smooth, len(values))
         if width == 0:
             continue

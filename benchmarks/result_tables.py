@@ -39,7 +39,7 @@ def final_table(results: Results, test: str = "test") -> str:
         text += f"\nMissing: {', '.join(missing)}.\n"
     if start is not None and names:
         text += "\n" + pooled_text([evaluations[name] for name in names], start)
-    return text
+    return f"{text}\n{provenance(results, test)}\n"
 
 
 def pooled_text(runs: Sequence[Evaluation], start: Evaluation) -> str:
@@ -196,6 +196,12 @@ def ablations_table(results: Results) -> str:
     if missing := [name for name in expected if name not in evaluations]:
         text += f"\nMissing: {', '.join(missing)}.\n"
     return text
+
+
+def provenance(results: Results, test: str) -> str:
+    """Where and with what code the evaluations of a folder were made."""
+    machines = sorted({str(e.facts.get("device_name")) for e in results.tests.get(test, {}).values()})
+    return f"Evaluated on {', '.join(machines)}; commit {results.commit or 'not recorded'}."
 
 
 def usage_table(results: Results) -> str:

@@ -50,6 +50,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="OUT of gain.py, or the compact form")
     parser.add_argument("--save", type=Path, help="write the compact form here")
+    parser.add_argument("--commit", help="of the code that ran, where the machine had no git")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/results.md")
     parser.add_argument("--images", type=Path, default=ROOT / "docs/images")
     parser.add_argument(
@@ -58,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.folder.is_dir():
         sys.exit(f"error: {args.folder}: no such folder; give OUT of gain.py, or the compact form")
-    results = read_results(args.folder, args.start)
+    results = read_results(args.folder, args.start, args.commit)
     if args.save:
         write_results(results, args.save)
     blocks = {name: table(results) for name, table in TABLES.items()}

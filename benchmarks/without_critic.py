@@ -18,6 +18,11 @@ class NoCritic(Critic):
         return 0.0 * super().forward(features)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """flowrl-train with that critic."""
     flowrl.train.Critic = NoCritic  # type: ignore[misc]
     train()
+
+
+if __name__ == "__main__":
+    main()
