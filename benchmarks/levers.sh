@@ -22,7 +22,7 @@ lever() { # name GPU cores flags...
   done
   export CUDA_VISIBLE_DEVICES=$gpu MUJOCO_EGL_DEVICE_ID=$gpu
   taskset -pc "$cores" $BASHPID >"$out/$name.log"
-  timeout --signal=TERM "$seconds" "${PYTHON:-python3}" -c "from flowrl.cli import train as main; main()" --policy "$policy" \
+  timeout --kill-after=30 --signal=TERM "$seconds" "${PYTHON:-python3}" -c "from flowrl.cli import train as main; main()" --policy "$policy" \
     --out "$out/$name" --envs "${ENVS:-48}" --iterations 1000 --val-episodes "${VAL_EPISODES:-16}" --val-every 1000 --save-every 4 \
     "${@:4}" >>"$out/$name.log" 2>&1 || [ $? -eq 124 ]
   mapfile -t saved < <(find "$out/$name" -maxdepth 1 -name 'iter_*' | sort | tail -10)

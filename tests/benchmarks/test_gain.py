@@ -128,3 +128,38 @@ def test_values_without_a_critic_are_zero(monkeypatch):
     assert torch.equal(values, torch.zeros(5))
     values.sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in critic.parameters())
+
+
+def test_a_larger_policy_goes_the_way_of_chess_tiny(gain, monkeypatch, tmp_path):
+    larger = importlib.import_module("larger_policy")
+    monkeypatch.setattr(sys, "argv", ["larger_policy.py", "run", "500", "--out", str(tmp_path)])
+    steps = larger.steps_of(larger.parse(), cores=16)
+    vision, start, validation, rl, _, *evaluations = steps
+    assert (config_of(vision).policy, config_of(vision).size, config_of(vision).train) == (
+        "new",
+        "30m",
+        "all",
+    )
+    sloppy = config_of(start)
+    assert (sloppy.policy, sloppy.train, sloppy.reset_expert) == (str(tmp_path / "vision"), "expert", True)
+    made = json.loads((BENCHMARKS.parent / "models/chess-tiny/clone.json").read_text())["config"]
+    for name in (
+        "episodes",
+        "aim_error_mm",
+        "hesitation_frames",
+        "close_shift_frames",
+        "first_index",
+        "seed",
+    ):
+        assert getattr(sloppy.record, name) == made["record"][name]
+    assert (sloppy.steps, sloppy.lr, sloppy.stride, sloppy.batch) == tuple(
+        made[name] for name in ("steps", "lr", "stride", "batch")
+    )
+    assert config_of(rl).policy == str(tmp_path / "start")
+    assert [config_of(step).seed for step in (validation, *evaluations)] == [
+        9300003,
+        9300003,
+        9000003,
+        9000003,
+    ]
+    assert all(step.needs_s < 585 for step in steps)  # each fits into one call of ten minutes
