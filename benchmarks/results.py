@@ -7,7 +7,6 @@ Fills the parts of the page between `<!-- results:NAME -->` and `<!-- /results:N
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -78,10 +77,10 @@ def filled(page: str, blocks: dict[str, str]) -> str:
     """
     for name, text in blocks.items():
         marks = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
-        pattern = re.compile(f"{re.escape(marks[0])}.*?{re.escape(marks[1])}", re.DOTALL)
-        if len(pattern.findall(page)) != 1:
+        if any(page.count(mark) != 1 for mark in marks):
             sys.exit(f"error: the page has no place {marks[0]} ... {marks[1]}, or several; put it there once")
-        page = pattern.sub(lambda _, m=marks, t=text: f"{m[0]}\n\n{t.strip()}\n\n{m[1]}", page)
+        before, _, rest = page.partition(marks[0])
+        page = f"{before}{marks[0]}\n\n{text.strip()}\n\n{marks[1]}{rest.partition(marks[1])[2]}"
     return page
 
 
