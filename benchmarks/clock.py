@@ -91,3 +91,56 @@ class Clock:
         times = [self.time(lambda: target.copy_(source)) for _ in range(WARM_UPS + REPEATS)]
         ceilings["bytes"] = 2 * source.numel() * 4 / (1e-3 * float(np.median(times[WARM_UPS:])))
         return ceilings
+
+
+class DeviceTimes:
+    """Time of a GPU between the start and the end of each encoding, and from there to the end of the denoising.
+
+    The host runs ahead of the GPU, so that its own clock tells only the sum of both. A context manager: meanwhile the
+    policy's `encode` and `unnormalize` set marks.
+
+    Args:
+        policy: A `FlowPolicy`; on a CPU nothing is marked.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy, self._events = policy, {"encode": [], "denoise": []}
+
+    def __enter__(self) -> "DeviceTimes":
+        if self._policy.device.type != "cuda":
+            return self
+        policy, encode, unnormalize = self._policy, self._policy.encode, self._policy.unnormalize
+        last: list[torch.cuda.Event] = []
+
+        def timed_encode(observation: Any, tasks: Any) -> Any:
+            start = self._mark()
+            prefix = encode(observation, tasks)
+            last[:] = [self._mark()]
+            self._events["encode"].append((start, last[0]))
+            return prefix
+
+        def timed_unnormalize(actions: Any) -> Any:
+            self._events["denoise"].append((last[0], self._mark()))
+            return unnormalize(actions)
+
+        policy.encode, policy.unnormalize = timed_encode, timed_unnormalize
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in ("encode", "unnormalize"):
+            self._policy.__dict__.pop(name, None)
+
+    def seconds(self) -> dict[str, float]:
+        """Sums, by name; none without a GPU."""
+        if self._policy.device.type != "cuda":
+            return {}
+        torch.cuda.synchronize(self._policy.device)
+        return {
+            f"gpu_{name}_s": 1e-3 * sum(start.elapsed_time(end) for start, end in events)
+            for name, events in self._events.items()
+        }
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._policy.device))
+        return event

@@ -14,13 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from lerobot.policies.common.vla_utils import make_att_2d_masks
+from eager import cache_of, denoise_step, lerobot_encode
 from torch import Tensor
-from transformers import DynamicCache
 
 from flowrl.policy.loading import load_policy
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
-from flowrl.prefix import Prefix
 
 TASK = "Pick up the white chess piece."
 
@@ -62,23 +60,9 @@ Way = Callable[[], Tensor]
 def encoding(policy: SmolVLAFlowPolicy, batch: int) -> tuple[Way, Way]:
     """Keys of the prefix, from pictures."""
     observation, tasks = random_observation(policy, batch), [TASK] * batch
-    module = policy.module
 
-    @torch.no_grad()
     def theirs() -> Tensor:
-        inputs = policy.prepare(observation, tasks)
-        images, masks = module.prepare_images(inputs)
-        text = inputs["observation.language.tokens"], inputs["observation.language.attention_mask"]
-        embedded, pad_mask, block = module.model.embed_prefix(
-            images, masks, *text, state=module.prepare_state(inputs)
-        )
-        _, cache = module.model.vlm_with_expert.forward(
-            attention_mask=make_att_2d_masks(pad_mask, block),
-            position_ids=torch.cumsum(pad_mask, dim=1) - 1,
-            inputs_embeds=[embedded, None],
-            use_cache=True,
-        )
-        return torch.stack([layer.keys for layer in cache.layers], dim=1)
+        return lerobot_encode(policy, observation, tasks).tensors["keys"]
 
     return theirs, lambda: policy.encode(observation, tasks).tensors["keys"]
 
@@ -125,21 +109,6 @@ def updating(policy: SmolVLAFlowPolicy, minibatch: int) -> tuple[Way, Way]:
         return differentiate(denoise_step(policy, many, cache_of(many), x_t, when))
 
     return theirs, lambda: differentiate(policy.velocity_field(prefix, steps)(x_t, when))
-
-
-def denoise_step(
-    policy: SmolVLAFlowPolicy, prefix: Prefix, cache: DynamicCache, x_t: Tensor, when: Tensor
-) -> Tensor:
-    return policy.module.model.denoise_step(
-        prefix_pad_masks=prefix.tensors["pad_mask"], past_key_values=cache, x_t=x_t, timestep=when
-    )
-
-
-def cache_of(prefix: Prefix) -> DynamicCache:
-    cache = DynamicCache()
-    for layer in range(prefix.tensors["keys"].shape[1]):
-        cache.update(prefix.tensors["keys"][:, layer], prefix.tensors["values"][:, layer], layer)
-    return cache
 
 
 def random_observation(policy: SmolVLAFlowPolicy, batch: int) -> dict[str, object]:
