@@ -97,8 +97,8 @@ def show(results: dict[str, Any]) -> None:
         if "ratio" in setting:
             eager_s, ratio = setting["eager_iteration_s"], setting["ratio"]
             print(f"in LeRobot's operations {eager_s:.2f} s, {ratio:.1f} times as long for each decision")
-    for setting in results.get("left_out", ()):
-        print(f"left out, no time: {setting['envs']} environments, {setting['episodes']} episodes")
+    if "left_out" in results:
+        print(f"left out, no time: {results['left_out']}")
 
 
 if __name__ == "__main__":

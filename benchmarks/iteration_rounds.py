@@ -54,18 +54,19 @@ def measure(config: TrainConfig, args: argparse.Namespace) -> Result:
             "flags": dataclasses.asdict(config),
             "settings": [],
         }
+        left_out: list[str] = []
         for num_envs in args.envs or [config.envs]:
             with environments(runs["flowrl"], num_envs, args.pipelines) as groups:
                 for episodes in args.episodes or [config.episodes]:
                     setting = {"envs": num_envs, "episodes": episodes}
                     if time.monotonic() > deadline:
-                        results.setdefault("left_out", []).append(setting)
+                        left_out.append(f"{num_envs} environments, {episodes} episodes")
                         continue
                     for run in runs.values():
                         run.config = dataclasses.replace(run.config, envs=num_envs, episodes=episodes)
                     rounds = repeat_rounds(runs, groups, stop, args, deadline)
                     results["settings"].append(setting | summarize(rounds, args.pipelines))
-    return results
+    return results | ({"left_out": "; ".join(left_out)} if left_out else {})
 
 
 @contextmanager
