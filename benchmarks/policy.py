@@ -6,14 +6,18 @@
 Both run on the same observations and noise, alternating, and the medians are compared. The observations are random
 pictures; no simulator is needed. The floor is the larger of two times: counted operations over the rate of a large matrix
 product, and the fewest bytes over the rate of a large copy, both measured in the same run. On a GPU times are those of
-device events; on a CPU those of the clock. A size named in `flowrl.policy.tiny.SIZES` is built here, with the VLM in
+device events; on a CPU those of the clock. `first_s` is what the first call took, compilation and capture included.
+`difference_deg` is the largest difference between the actions of both; `lerobot_batch_deg` that between LeRobot's own, when it
+gets the same rows in batches of another size: kernels round by batch size. A size named in `flowrl.policy.tiny.SIZES` is built here, with the VLM in
 bfloat16 as the published one. Not a test.
 """
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,9 @@ def main() -> None:
     parser.add_argument(
         "--velocity", nargs="+", default=["auto"], help="ways of flowrl: auto, exact, fused, ..."
     )
+    parser.add_argument(
+        "--compile", nargs="+", default=["auto"], help="each way with these: auto, on, off (torch.compile)"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=400.0, help="what is not begun by then is left out")
@@ -72,11 +79,11 @@ def main() -> None:
         "updates": [],
     }
     try:
-        for mode in options.velocity:
-            bench.policy.choose_velocity(mode)
-            results["updates"] += bench.update(options.minibatch)
+        for mode, compiles in itertools.product(options.velocity, options.compile):
+            bench.policy.choose_velocity(mode, compiles)
             for batch in options.batches:
                 results["chunks"] += bench.chunk(batch)
+            results["updates"] += bench.update(options.minibatch)
     except TimeoutError as error:
         results["left_out"] = str(error)
     report(results)
@@ -118,8 +125,11 @@ class Benchmark:
         drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(batch)]
         x_0 = torch.stack([start for start, _ in drawn]).to(self.device)
         eps = torch.stack([e for _, e in drawn if e is not None]).to(self.device)
+        start = time.perf_counter()
         prefix = policy.encode(observation, tasks)
-        mode = policy.velocity_mode
+        sample_chain(policy, prefix, x_0).actions.cpu()
+        first = time.perf_counter() - start
+        mode = self._mode()
 
         def lerobot_encode() -> Prefix:
             return self._as("exact", lambda: policy.encode(observation, tasks))
@@ -131,7 +141,9 @@ class Benchmark:
         def lerobot() -> Tensor:
             return policy.predict_action_chunk(observation, tasks, x_0)
 
-        difference = (ours() - lerobot()).abs().max().item()
+        reference = lerobot()
+        difference = (ours() - reference).abs().max().item()
+        batch_difference = (self._in_other_batches(observation, x_0) - reference).abs().max().item()
         encode_flops = self._count(lambda: policy.encode(observation, tasks))
         chain_flops = self._count(lambda: sample_chain(policy, prefix, x_0))
         steps = policy.spec.num_denoising_steps
@@ -156,7 +168,7 @@ class Benchmark:
             times, memory = self.clock.alternate(dict(zip(("lerobot", "flowrl"), pair)))
             row = {"what": name, "batch": batch, "mode": mode, **_compared(times), "peak_mb": memory}
             rows.append(row | {"floor_ms": floors[name]})
-        rows[-1]["difference_deg"] = difference
+        rows[-1] |= {"difference_deg": difference, "lerobot_batch_deg": batch_difference, "first_s": first}
         noisy, memory = self.clock.alternate(
             {"flowrl": lambda: sample_chain(policy, prefix, x_0, noise, eps)}
         )
@@ -203,9 +215,13 @@ class Benchmark:
         }
         if self.device.type == "cpu":
             del ways["flowrl, TF32"]
-        gradients = {}
+        gradients, first = {}, {}
         for name, work in ways.items():
+            start = time.perf_counter()
             work()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            first[name] = time.perf_counter() - start
             gradients[name] = torch.cat(
                 [weight.grad.flatten() for weight in weights if weight.grad is not None]
             )
@@ -218,15 +234,15 @@ class Benchmark:
         with matrix_products("float32"):
             flops = self._count(ways["flowrl"])
         floors = {
-            "flowrl": self.clock.floor(flops, 0.0, "float32"),
+            "flowrl": self.clock.floor(flops, 0.0, "tf32" if policy.velocity_mode == "tf32" else "float32"),
             "flowrl, TF32": self.clock.floor(flops, 0.0, "tf32"),
         }
         rows = []
         times, memory = self.clock.alternate(ways)
         for name, value in times.items():
-            row = {"what": f"minibatch, {name}", "batch": minibatch, "mode": policy.velocity_mode}
+            row = {"what": f"minibatch, {name}", "batch": minibatch, "mode": self._mode()}
             row |= {"ms": value, "ratio": times["lerobot"] / value, "cosine": cosines[name]}
-            rows.append(row | {"floor_ms": floors.get(name), "peak_mb": memory})
+            rows.append(row | {"floor_ms": floors.get(name), "first_s": first[name], "peak_mb": memory})
         return rows
 
     @torch.no_grad()
@@ -276,15 +292,35 @@ class Benchmark:
         graphs, encoders, mode = policy.graphs, policy._encoders, policy.velocity_mode
         policy.graphs = policy._encoders = None
         policy.velocity_mode = "fused" if mode == "split" else mode  # three bfloat16 products count as one
+        compiles, policy._compiler.enabled = (
+            policy._compiler.enabled,
+            False,
+        )  # operations are counted one by one
         try:
             with FlopCounterMode(display=False) as counter:
                 work()
         finally:
             policy.graphs, policy._encoders, policy.velocity_mode = graphs, encoders, mode
+            policy._compiler.enabled = compiles
         return float(counter.get_total_flops())
 
+    def _in_other_batches(self, observation: Mapping[str, Any], x_0: Tensor) -> Tensor:
+        """LeRobot's actions of the same rows in two halves; of a single row in a batch of two."""
+        count = len(x_0)
+        parts = [[0, 0]] if count == 1 else [range(count // 2), range(count // 2, count)]
+        actions = []
+        for part in map(list, parts):
+            pixels = {name: image[part] for name, image in observation["pixels"].items()}
+            rows = {"pixels": pixels, "agent_pos": observation["agent_pos"][part]}
+            actions.append(self.policy.predict_action_chunk(rows, [TASK] * len(part), x_0[part]))
+        return torch.cat(actions)[:count]
+
+    def _mode(self) -> str:
+        return self.policy.velocity_mode + (", compiled" if self.policy.compiled else "")
+
     def _expert_products(self) -> str:
-        return "split" if self.policy.velocity_mode == "split" else "float32"
+        mode = self.policy.velocity_mode
+        return mode if mode in ("split", "tf32") else "float32"
 
     def _bytes(self, part: str) -> float:
         named = self.policy.module.named_parameters()
@@ -320,10 +356,12 @@ def report(results: Mapping[str, Any]) -> None:
     rates = ", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in ceilings.items())
     print(f"{results['policy']}, {results['parameters'] / 1e6:.1f} M parameters, {results['device_name']}")
     print(f"commit {results['commit']}; ceilings: {rates}")
-    _table(results["updates"], ("what", "batch", "mode", "ms", "ratio", "floor_ms", "cosine", "peak_mb"))
+    common = "what", "batch", "mode"
+    _table(results["updates"], (*common, "ms", "ratio", "floor_ms", "cosine", "first_s", "peak_mb"))
+    degrees = "difference_deg", "lerobot_batch_deg"
     _table(
         results["chunks"],
-        ("what", "batch", "mode", "lerobot_ms", "ms", "ratio", "floor_ms", "difference_deg", "peak_mb"),
+        (*common, "lerobot_ms", "ms", "ratio", "floor_ms", *degrees, "first_s", "peak_mb"),
     )
     if "left_out" in results:
         print(f"not complete: {results['left_out']}")

@@ -12,6 +12,7 @@ from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, integrate, sample_chain
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.precision import matrix_products
 from flowrl.prefix import HostPrefix, Prefix, PrefixStore
 from flowrl.record import TIME_FIELDS
 from flowrl.train import train
@@ -89,13 +90,17 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=["fused", "split"])
+FAST = [("fused", "off"), ("split", "off"), ("tf32", "off"), ("fused", "on"), ("split", "on"), ("tf32", "on")]
+
+
+@pytest.fixture(params=FAST, ids=lambda way: f"{way[0]}-{way[1]}")
 def fast(base_folder, request):
     policy = SmolVLAFlowPolicy.load(base_folder, device="cuda")
-    assert policy.velocity_mode == "fused"
-    policy.choose_velocity(request.param)
+    assert policy.velocity_mode == "fused" and not policy.compiled  # too small for auto
+    policy.choose_velocity(*request.param)
     assert policy.graphs is not None
-    return policy
+    yield policy
+    assert policy.compiled == (request.param[1] == "on")  # no compilation has failed meanwhile
 
 
 def encoded(policy, make_observation, count):
@@ -128,7 +133,11 @@ def test_the_exact_velocity_is_lerobots_on_a_gpu_too(base_folder, make_observati
     for layer in range(many.tensors["keys"].shape[1]):
         cache.update(many.tensors["keys"][:, layer], many.tensors["values"][:, layer], layer)
     expected = policy.module.model.denoise_step(many.tensors["pad_mask"], cache, x_t, time)
-    assert torch.equal(policy.velocity_field(prefix, repeats)(x_t, time), expected)
+    got = policy.velocity_field(prefix, repeats)(x_t, time)
+    if repeats == 1:
+        assert torch.equal(got, expected)
+    else:  # products of another batch shape round otherwise on a GPU
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -162,11 +171,13 @@ def test_chains_rescored_as_sampled_have_ratio_one_exactly_on_a_gpu(fast, make_o
     noise = make_noise(fast, prefix, "white")
     x_0, eps = draw(fast, count, noise)
     chain = sample_chain(fast, prefix, x_0, noise, eps)
-    assert torch.equal(rescore(fast, prefix, chain.states, noise), chain.log_prob)
+    if not fast.compiled:  # with gradients other functions are compiled
+        assert torch.equal(rescore(fast, prefix, chain.states, noise), chain.log_prob)
     with torch.no_grad():
         assert torch.equal(rescore(fast, prefix, chain.states, noise), chain.log_prob)
         flat = rescore_flat(fast, prefix, chain.states, noise)
-    assert ((flat - chain.log_prob).exp() - 1).abs().max() < 1e-3
+    limit = 0.5 if fast.velocity_mode == "tf32" else 1e-3  # rounded at 2^-11, where the last noise is 0.002
+    assert ((flat - chain.log_prob).exp() - 1).abs().max() < limit
 
 
 def test_a_chunk_on_a_gpu_is_lerobots_to_a_hundredth_of_a_degree(fast, make_observation, tasks):
@@ -174,7 +185,8 @@ def test_a_chunk_on_a_gpu_is_lerobots_to_a_hundredth_of_a_degree(fast, make_obse
         observation, x_0 = make_observation(count), torch.randn(count, 50, 6, device="cuda")
         chain = sample_chain(fast, fast.encode(observation, tasks(count)), x_0)
         expected = fast.predict_action_chunk(observation, tasks(count), x_0)
-        assert (fast.unnormalize(chain.actions[..., :6]) - expected).abs().max() < 0.01
+        limit = 0.2 if fast.velocity_mode == "tf32" else 0.01
+        assert (fast.unnormalize(chain.actions[..., :6]) - expected).abs().max() < limit
     assert not fast.graphs.failed and not fast._encoders.failed
 
 
@@ -216,3 +228,71 @@ def test_what_cannot_be_captured_runs_without_a_graph_and_says_so_once(
         assert torch.equal(sample_chain(fast, prefix, x_0).states, expected)
     assert "".join(capsys.readouterr()).count("no CUDA graph of the denoising") == 1
     assert fast.graphs.failed
+
+
+def other_ways(base_folder, *ways):
+    policies = []
+    for way in ways:
+        policies.append(SmolVLAFlowPolicy.load(base_folder, device="cuda"))
+        policies[-1].choose_velocity(*way)
+    return policies
+
+
+@pytest.mark.parametrize("mode", ["fused", "split", "tf32"])
+def test_a_compiled_prefix_and_chain_are_the_ones_that_are_not(base_folder, make_observation, mode):
+    plain, compiled = other_ways(base_folder, (mode, "off"), (mode, "on"))
+    prefixes = [encoded(policy, make_observation, 3).tensors for policy in (plain, compiled)]
+    valid = prefixes[0]["pad_mask"][:, None, None, :, None].expand_as(prefixes[0]["keys"])
+    assert torch.equal(prefixes[0]["pad_mask"], prefixes[1]["pad_mask"])
+    for name in ("keys", "values"):
+        torch.testing.assert_close(prefixes[1][name][valid], prefixes[0][name][valid], rtol=1e-4, atol=1e-5)
+    prefix, x_0 = encoded(plain, make_observation, 3), torch.randn(3, 50, 6, device="cuda")
+    chains = [sample_chain(policy, prefix, x_0).actions for policy in (plain, compiled)]
+    tolerance = {"fused": 1e-5, "split": 1e-4, "tf32": 1e-2}[mode]
+    torch.testing.assert_close(chains[1], chains[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(sample_chain(compiled, prefix, x_0).actions, chains[1])
+    assert compiled.compiled and not compiled.graphs.failed and not compiled._encoders.failed
+
+
+def test_gradients_on_a_gpu_are_those_of_the_exact_float32_ones(base_folder, fast, make_observation):
+    (exact,) = other_ways(base_folder, ("exact", "off"))
+    prefix = encoded(exact, make_observation, 4)
+    noise = make_noise(exact, prefix, "white")
+    x_0, eps = draw(exact, 4, noise)
+    states = sample_chain(exact, prefix, x_0, noise, eps).states
+    gradients = []
+    for policy in (exact, fast):
+        weights = list(policy.trainable_parameters().values())
+        with matrix_products("tf32" if policy.velocity_mode == "tf32" else "float32"):
+            score = rescore_flat(policy, prefix, states, noise)
+            gradients.append(torch.autograd.grad(score.mean(), weights))
+    for name, a, b in zip(exact.trainable_parameters(), *gradients):
+        assert torch.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0) > 0.9999, name
+        assert abs(a.norm() / b.norm() - 1) < 1e-2, name
+
+
+def test_a_second_field_compiles_nothing_anew(base_folder, make_observation):
+    (policy,) = other_ways(base_folder, ("fused", "on"))
+    prefix = encoded(policy, make_observation, 4)
+
+    def work():
+        sample_chain(policy, prefix, torch.randn(4, 50, 6, device="cuda"))
+        x_t, time = torch.randn(40, 50, 6, device="cuda"), torch.rand(40, device="cuda")
+        policy.velocity_field(prefix, 10)(x_t, time).square().mean().backward()
+        encoded(policy, make_observation, 4)
+
+    work()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    policy.choose_velocity("fused", "on")
+    work()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+
+
+def test_tf32_is_the_velocitys_alone(base_folder, make_observation):
+    fused, tf32 = other_ways(base_folder, ("fused", "off"), ("tf32", "off"))
+    prefix, x_0 = encoded(fused, make_observation, 2), torch.randn(2, 50, 6, device="cuda")
+    expected = sample_chain(fused, prefix, x_0).actions
+    rounded = sample_chain(tf32, prefix, x_0).actions
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert 0 < (rounded - expected).abs().max() < 0.02
+    assert torch.equal(sample_chain(fused, prefix, x_0).actions, expected)

@@ -13,19 +13,20 @@ from transformers import DynamicCache
 
 from flowrl import checks
 from flowrl.checkpoint import save_checkpoint
+from flowrl.compiled import Compiler
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, sample_chain
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
-from flowrl.policy.split_product import product
+from flowrl.policy.split_product import split_linear, weight_parts
 from flowrl.policy.tiny import build_smolvla, save_policy_folder
 from flowrl.precision import matrix_products
 
 STEPS = 10
 
 
-@pytest.fixture(scope="module", params=["fused", "split"])
+@pytest.fixture(scope="module", params=["fused", "split", "tf32"])
 def fused(base_folder, request):
     policy = SmolVLAFlowPolicy.load(base_folder)
     policy.choose_velocity(request.param)
@@ -42,20 +43,43 @@ def lerobot_velocity(policy, x_t, time, prefix):
     )
 
 
-def test_a_split_product_is_nearer_to_float64_than_tf32_could_be():
-    x, weight, bias = torch.randn(3, 5, 700), torch.randn(40, 700), torch.randn(40)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_split_product_is_nearer_to_float64_than_tf32_could_be(compiled):
+    x, weight = torch.randn(3, 5, 700), torch.randn(40, 700)
     x.requires_grad_()
     weight.requires_grad_()
-    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    got = product(weight, bias, split=True)(x)
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    call = Compiler(compiled, "aot_eager")
+    got = call(split_linear, x, weight, call(weight_parts, weight))
     assert got.shape == (3, 5, 40) and got.dtype == torch.float32
     assert 1e-7 < (got - expected).norm() / expected.norm() < 2e-5
     direction = torch.randn(3, 5, 40)
     a, b = (torch.autograd.grad((y * direction).sum(), (x, weight)) for y in (expected, got))
     for x_gradient, y_gradient in zip(a, b):
         assert (x_gradient - y_gradient).norm() / x_gradient.norm() < 2e-5
+    assert call.enabled == compiled
+
+
+def test_the_parts_of_a_split_number_are_the_same_compiled_and_not():
+    numbers = torch.cat([torch.randn(500), torch.tensor([0.0, 3e-39, 1e38, 1.00390625, 1.01171875])])[None]
+    parts = weight_parts(numbers)
+    assert torch.equal(Compiler(True, "aot_eager")(weight_parts, numbers), parts)
+    high, low, _ = parts.float().chunk(3, dim=1)
+    assert ((high + low - numbers).abs() <= 2**-16 * numbers.abs() + 1e-40).all() and (low != 0).any()
+
+
+def test_where_tf32_is_allowed_nothing_is_split(base_folder, make_observation):
+    policy = SmolVLAFlowPolicy.load(base_folder)
+    policy.choose_velocity("split")
+    prefix = uneven_prefix(policy, make_observation, 2)
+    x_t, time = torch.randn(2, 50, 6), torch.rand(2)
+    split = policy.velocity(x_t, time, prefix)
     with matrix_products("tf32"):
-        assert torch.equal(product(weight, bias, split=True)(x), torch.nn.functional.linear(x, weight, bias))
+        allowed = policy.velocity(x_t, time, prefix)
+    policy.choose_velocity("fused")
+    with matrix_products("tf32"):
+        assert torch.equal(policy.velocity(x_t, time, prefix), allowed)
+    assert not torch.equal(split, allowed)
 
 
 def uneven_prefix(policy, make_observation, batch):
@@ -163,7 +187,7 @@ def test_fused_actions_are_the_exact_ones_to_a_hundredth_of_a_degree(policy, fus
     assert degrees[0].std() > 1
 
 
-@pytest.mark.parametrize("mode", ["exact", "fused", "split"])
+@pytest.mark.parametrize("mode", ["exact", "fused", "split", "tf32"])
 def test_gradients_are_lerobots(base_folder, make_observation, mode):
     ours = SmolVLAFlowPolicy.load(base_folder)
     ours.choose_velocity(mode)
@@ -212,8 +236,8 @@ def test_rows_that_fill_a_batch_up_change_nothing(fused, make_observation):
 
 def test_the_way_of_the_velocity_is_chosen_by_the_device_and_checked(fused, base_folder, policy):
     assert (policy.velocity_mode, policy.graphs) == ("exact", None)
-    assert fused.velocity_mode in ("fused", "split") and fused.graphs is None
-    with pytest.raises(FlowRLError, match="--velocity 'fast': must be auto, exact, fused, split"):
+    assert fused.velocity_mode in ("fused", "split", "tf32") and fused.graphs is None
+    with pytest.raises(FlowRLError, match="--velocity 'fast': must be auto, exact, fused, split, tf32"):
         fused.choose_velocity("fast")
 
 

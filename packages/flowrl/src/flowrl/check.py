@@ -126,7 +126,7 @@ class _Session:
         policy = self.load(
             path or self.config.policy, device=self.device, expert_dtype=expert_dtype, rename=rename
         )
-        policy.choose_velocity(self.config.velocity)
+        policy.choose_velocity(self.config.velocity, self.config.compile)
         return policy
 
     def same_as_eval(self) -> CheckResult:
@@ -165,7 +165,7 @@ class _Session:
             ),
             distinct_starts(self._starts(), self._starts()),
         ]
-        self.policy.choose_velocity(config.velocity)
+        self.policy.choose_velocity(config.velocity, config.compile)
         if self.policy.velocity_mode != "exact":
             rows.append(same_chunks(self.policy, *self._first_batch))
         details = {

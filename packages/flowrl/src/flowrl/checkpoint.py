@@ -148,6 +148,7 @@ def save_checkpoint(
         "sampler": _sampler_record(policy, noise),
         "dtypes": getattr(policy, "dtypes", {}),
         "velocity": policy.velocity_mode,
+        "compiled": policy.compiled,
         "versions": {name: _version(name) for name in _PACKAGES},
         "optimizers": optimizer_records,
     }

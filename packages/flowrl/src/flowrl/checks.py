@@ -88,8 +88,9 @@ def same_chunks(policy: FlowPolicy, observation: Mapping[str, Any], tasks: Seque
     library = policy.predict_action_chunk(observation, tasks, x_0)
     normalized = [policy.normalize(chunk.to(policy.device)).float() for chunk in (own, library)]
     difference = (normalized[0] - normalized[1]).abs().amax(dim=(1, 2))
+    compiled = ", compiled" if policy.compiled else ""
     return {
-        "what": f"(d) chunks of the {policy.velocity_mode} velocity, within {CHUNK_LIMIT:g} normalized",
+        "what": f"(d) chunks of the {policy.velocity_mode} velocity{compiled}, within {CHUNK_LIMIT:g} normalized",
         "scenes": len(difference),
         "equal": int((difference <= CHUNK_LIMIT).sum()),
         "largest differences": f"{float(difference.max()):.2g}",

@@ -3,14 +3,16 @@
 This file imports neither torch nor lerobot, so that `--help` and a bad flag answer at once.
 """
 
-import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from flowrl.errors import FlowRLError
+from flowrl.flag_values import parse_env_kwargs as parse_env_kwargs
+from flowrl.flag_values import parse_rename as parse_rename
+from flowrl.flag_values import parse_schedules as parse_schedules
 from flowrl.noise_flags import check_noise_flags
 
 TEST_SEED = 9_000_003
@@ -40,9 +42,13 @@ class TrainConfig:
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
     """Threads of torch on the CPU. More of them starve the simulators."""
-    velocity: Literal["auto", "exact", "fused", "split"] = "auto"
+    velocity: Literal["auto", "exact", "fused", "split", "tf32"] = "auto"
     """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
-    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. auto: fused on a GPU, else exact."""
+    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. tf32: fused, its float32 products in
+    TF32 (10 bits of mantissa), the update's too. auto: fused on a GPU, else exact."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile makes few kernels of a layer's many; never of the exact one's. auto: on a GPU, for a policy of 100 M
+    parameters and more, where Triton and a C compiler are."""
     update_precision: Literal["float32", "tf32"] = "float32"
     """Precision of the update's matrix products on a GPU. tf32 is several times as fast, with 10 bits of mantissa; the
     old log-probabilities are then scored by the same products, and sampling stays in float32."""
@@ -176,9 +182,13 @@ class EvalConfig:
     """Run the action expert in float32 instead of the checkpoint's own dtype, as training does."""
     video_episodes: int = 0
     """Write videos of the first so many episodes into --out/videos; of finished results, those that are missing."""
-    velocity: Literal["auto", "exact", "fused", "split"] = "auto"
+    velocity: Literal["auto", "exact", "fused", "split", "tf32"] = "auto"
     """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
-    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. auto: fused on a GPU, else exact."""
+    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. tf32: fused, its float32 products in
+    TF32 (10 bits of mantissa), the update's too. auto: fused on a GPU, else exact."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile makes few kernels of a layer's many; never of the exact one's. auto: on a GPU, for a policy of 100 M
+    parameters and more, where Triton and a C compiler are."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -229,9 +239,13 @@ class CheckConfig:
     """Environments that run side by side."""
     seconds: float = 20.0
     """Time limit of an episode [s], for environments that take a `seconds` argument."""
-    velocity: Literal["auto", "exact", "fused", "split"] = "auto"
+    velocity: Literal["auto", "exact", "fused", "split", "tf32"] = "auto"
     """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
-    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. auto: fused on a GPU, else exact."""
+    actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. tf32: fused, its float32 products in
+    TF32 (10 bits of mantissa), the update's too. auto: fused on a GPU, else exact."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile makes few kernels of a layer's many; never of the exact one's. auto: on a GPU, for a policy of 100 M
+    parameters and more, where Triton and a C compiler are."""
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
@@ -338,57 +352,3 @@ def _check_entropy(config: TrainConfig) -> None:
             f"--entropy-coef {config.entropy_coef}: the entropy of a noise that is not trained is constant; "
             "give --learn-sigma or --noise-kind head, or leave it out"
         )
-
-
-def parse_env_kwargs(text: str) -> dict[str, Any]:
-    """The JSON object of --env-kwargs as keyword arguments.
-
-    Raises:
-        FlowRLError: not JSON, or not an object.
-    """
-    try:
-        kwargs = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise FlowRLError(
-            f"--env-kwargs {text!r}: not JSON ({error}); for example '{{\"seconds\": 10}}'"
-        ) from error
-    if not isinstance(kwargs, dict):
-        raise FlowRLError(f"--env-kwargs {text!r}: must be a JSON object, for example '{{\"seconds\": 10}}'")
-    return kwargs
-
-
-def parse_schedules(text: str) -> list[tuple[float, float]]:
-    """ "0.1:0.002,0.2:0.002" as [(0.1, 0.002), (0.2, 0.002)]; none for an empty text.
-
-    Raises:
-        FlowRLError: a schedule that is not two positive finite numbers.
-    """
-    schedules = []
-    for part in filter(None, text.split(",")):
-        try:
-            start, end = (float(number) for number in part.split(":"))
-            if not all(0 < sigma < float("inf") for sigma in (start, end)):
-                raise ValueError
-        except ValueError:
-            raise FlowRLError(
-                f"--schedules {part!r}: must be START:END, two positive numbers, for example 0.2:0.002"
-            ) from None
-        schedules.append((start, end))
-    return schedules
-
-
-def parse_rename(pairs: tuple[str, ...]) -> dict[str, str]:
-    """("top=camera1", ...) as {"top": "camera1", ...}: environment's name -> policy's name.
-
-    Raises:
-        FlowRLError: a pair without exactly one `=`, or a name given twice.
-    """
-    names: dict[str, str] = {}
-    for pair in pairs:
-        environment, equals, policy = pair.partition("=")
-        if not (environment and equals) or "=" in policy:
-            raise FlowRLError(f"--rename {pair!r}: must be ENVIRONMENT=POLICY, for example top=camera1")
-        if environment in names or (policy and policy in names.values()):
-            raise FlowRLError(f"--rename {pair!r}: a name is given twice")
-        names[environment] = policy
-    return names

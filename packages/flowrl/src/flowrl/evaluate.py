@@ -128,6 +128,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         "velocity": config.velocity
         if config.fast and (device.type, config.velocity) != ("cpu", "auto")
         else None,
+        **({"compile": config.compile} if config.fast and config.compile != "auto" else {}),
         "versions": machine["versions"],
     }
     settings = json.loads(json.dumps(settings))
@@ -145,7 +146,7 @@ def evaluate_one(config: EvalConfig, path: str, out: Path, load: LoadPolicy) -> 
         expert_dtype="float32" if config.expert_fp32 else "loaded",
         rename=parse_rename(config.rename),
     )
-    policy.choose_velocity(config.velocity)
+    policy.choose_velocity(config.velocity, config.compile)
     noise = load_noise(path, policy) if config.noise else None
     spec = find_spec(config.env_id)
     kwargs = resolve_env_kwargs(spec, parse_env_kwargs(config.env_kwargs), config.seconds, policy.spec)

@@ -138,7 +138,8 @@ class PPO:
         self.policy, self.noise, self.critic, self.config = policy, noise, critic, config
         policy.module.eval()  # dropout would score a chain by another network than the one that sampled it
         self.lr = config.lr
-        self.precision: Precision = config.update_precision if policy.device.type == "cuda" else "float32"
+        in_tf32 = policy.velocity_mode == "tf32" or config.update_precision == "tf32"
+        self.precision: Precision = "tf32" if in_tf32 and policy.device.type == "cuda" else "float32"
         self.groups: list[list[nn.Parameter]] = [
             list(policy.trainable_parameters().values()),
             list(noise.parameters()),

@@ -106,7 +106,7 @@ class Run:
             expert_dtype="loaded" if config.expert_bf16 else "float32",
             rename=parse_rename(config.rename),
         )
-        self.policy.choose_velocity(config.velocity)
+        self.policy.choose_velocity(config.velocity, config.compile)
         spec = find_spec(config.env_id)
         self.env_kwargs = parse_env_kwargs(config.env_kwargs)
         kwargs = resolve_env_kwargs(spec, self.env_kwargs, config.seconds, self.policy.spec)

@@ -3,11 +3,11 @@
 LeRobot's `denoise_step` makes masks, positions, rotary tables, expanded heads, and the cross-attention's keys and values of
 the prefix anew in each of the K steps. An `ExpertField` makes them when it is built, and a step is then the layers alone.
 
-- `exact`: LeRobot's operations on the same shapes, so that the velocity equals `denoise_step` bit for bit on a CPU.
-- `fused`: fewer and larger operations, for a GPU: one product for query, key and value, heads that share keys as rows of one
-  product, fused norms. Attention is written out in matrix products: the fused kernels that take float32 sum their gradients
-  in a random order, and a resumed run could not repeat an uninterrupted one.
-- `split`: fused, with the layers' float32 products in three bfloat16 ones, see `split_product`.
+- `exact`: LeRobot's operations on the same shapes, so that the velocity equals `denoise_step` bit for bit on a CPU. This file.
+- `fused`: fewer and larger operations, for a GPU, which may be compiled (`flowrl.compiled`); see `fused_expert` and `layers`.
+- `split`: fused, with the layers' linear products in three bfloat16 ones, see `split_product`.
+- `tf32`: fused, with float32 products, those of attention too, in TF32: 10 bits of mantissa, on the newest GPUs at several
+  times the rate. Sampler and update alike.
 
 Source of the arithmetic: `VLAFlowMatching.denoise_step` and `SmolVLMWithExpertModel`, LeRobot 0.6.1.
 """
@@ -22,16 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowrl.policy.attention import (
-    Attention,
-    VelocityMode,
-    normalized,
-    prepared_layer,
-    projected,
-    projections,
-    rotary,
-    settled,
-)
+from flowrl.policy.attention import Attention, prepared_layer, projections, rotary, settled
 
 
 class ExpertField:
@@ -44,13 +35,10 @@ class ExpertField:
         pad_mask: (B, P) bool, the valid tokens of the prefix.
         keys, values: (B, L, H, P, head_dim), the VLM's, after the rotary embedding.
         repeats: R, how many chunks in a row each prefix serves.
-        mode: See above.
     """
 
-    def __init__(
-        self, model: Any, pad_mask: Tensor, keys: Tensor, values: Tensor, *, repeats: int, mode: VelocityMode
-    ) -> None:
-        self._model, self._fused = model, mode != "exact"
+    def __init__(self, model: Any, pad_mask: Tensor, keys: Tensor, values: Tensor, *, repeats: int) -> None:
+        self._model = model
         network = model.vlm_with_expert
         chunk_size, device = model.config.chunk_size, pad_mask.device
         head_dim = network.vlm.config.text_config.head_dim
@@ -59,34 +47,28 @@ class ExpertField:
         causal = steps[None, :] <= steps[:, None]
         prefix_mask = _repeat(pad_mask, repeats)[:, None, :].expand(-1, chunk_size, -1)
         whole_mask = torch.cat([prefix_mask, causal.expand(len(prefix_mask), -1, -1)], dim=2)
-        shared = (network.num_attention_heads, network.num_key_value_heads, head_dim, repeats, mode)
+        shared = (network.num_attention_heads, network.num_key_value_heads, head_dim, repeats)
         joint = Attention(*shared, rotary(offset + steps, head_dim), whole_mask[:, None])
         cross = Attention(*shared, rotary(steps[None, :], head_dim), pad_mask[:, None, None, :])
 
         self._layers: list[Callable[[Tensor], Tensor]] = []
-        for index, layer in enumerate(_expert_layers(network)):
+        for index, layer in enumerate(expert_layers(network)):
             if layer is None:
                 continue
             parts = layer.self_attn, keys[:, index], values[:, index]
             attention: Callable[[Tensor], Tensor] = (
-                _JointAttention(*parts, joint)
-                if _is_joint(network, index)
-                else _CrossAttention(*parts, cross)
+                _JointAttention(*parts, joint) if is_joint(network, index) else _CrossAttention(*parts, cross)
             )
-            self._layers.append(prepared_layer(layer, attention, mode))
+            self._layers.append(prepared_layer(layer, attention))
 
-        # In float64, as LeRobot has it.
-        width = network.expert_hidden_size
-        fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=device)
-        shortest, longest = model.config.min_period, model.config.max_period
-        self._frequencies = 1.0 / (shortest * (longest / shortest) ** fraction) * 2 * math.pi
+        self._frequencies = time_frequencies(model, device)
 
     def __call__(self, x_t: Tensor, time: Tensor) -> Tensor:
         """Velocity (B R, T, D) float32 at x_t (B R, T, D) float32 and time (B R,) float32."""
         hidden = self._embed(x_t, time)
         for layer in self._layers:
             hidden = layer(hidden)
-        normed = normalized(self._model.vlm_with_expert.lm_expert.norm, hidden, self._fused)
+        normed = self._model.vlm_with_expert.lm_expert.norm(hidden)
         return self._model.action_out_proj(normed.float())
 
     def _embed(self, x_t: Tensor, time: Tensor) -> Tensor:
@@ -95,14 +77,7 @@ class ExpertField:
         action = model.action_in_proj(x_t)
         angle = self._frequencies[None, :] * time[:, None]
         when = torch.cat([angle.sin(), angle.cos()], dim=1).to(action.dtype)
-        first = model.action_time_mlp_in
-        if self._fused:  # the part of the time is the same for all tokens of a chunk
-            of_action, of_time = first.weight.split(action.shape[-1], dim=1)
-            mixed = (
-                functional.linear(action, of_action) + functional.linear(when, of_time, first.bias)[:, None]
-            )
-        else:
-            mixed = first(torch.cat([action, when[:, None, :].expand_as(action)], dim=2))
+        mixed = model.action_time_mlp_in(torch.cat([action, when[:, None, :].expand_as(action)], dim=2))
         return model.action_time_mlp_out(functional.silu(mixed))
 
 
@@ -116,7 +91,7 @@ class _CrossAttention:
         self._context = context
         self._keys = settled(context.keys(self._project(module.k_proj, keys)))
         self._values = settled(context.values(self._project(module.v_proj, values)))
-        self._query = projected(module.q_proj, context)
+        self._query = module.q_proj
 
     def __call__(self, hidden: Tensor) -> Tensor:
         context, (n, length, _) = self._context, hidden.shape
@@ -160,7 +135,16 @@ def _repeat(states: Tensor, repeats: int) -> Tensor:
     return states if repeats == 1 else states[:, None].expand(-1, repeats, *states.shape[1:]).flatten(0, 1)
 
 
-def _expert_layers(network: Any) -> list[Any]:
+def time_frequencies(model: Any, device: torch.device) -> Tensor:
+    """Of the embedding of the time, (W / 2,) float64, as LeRobot has them."""
+    fraction = torch.linspace(
+        0.0, 1.0, model.vlm_with_expert.expert_hidden_size // 2, dtype=torch.float64, device=device
+    )
+    shortest, longest = model.config.min_period, model.config.max_period
+    return 1.0 / (shortest * (longest / shortest) ** fraction) * 2 * math.pi
+
+
+def expert_layers(network: Any) -> list[Any]:
     """The expert's layer at each of the VLM's; None where the expert, with fewer layers, has none."""
     every = network.num_vlm_layers // network.num_expert_layers
     return [
@@ -169,6 +153,7 @@ def _expert_layers(network: Any) -> list[Any]:
     ]
 
 
-def _is_joint(network: Any, index: int) -> bool:
+def is_joint(network: Any, index: int) -> bool:
+    """Whether the expert's layer there sees its own chunk too, not the prefix alone."""
     every = network.self_attn_every_n_layers
     return "cross" not in network.attention_mode or (every > 0 and index % every == 0)

@@ -86,14 +86,25 @@ class FlowPolicy(ABC):
         rows = prefix if repeats == 1 else prefix.repeat_interleave(repeats)
         return lambda x_t, time: self.velocity(x_t, time, rows)
 
-    def choose_velocity(self, mode: str) -> None:
-        """Computes the velocity in another way: "auto" (by the device), "exact" (the library's own operations), "fused".
+    def choose_velocity(self, mode: str, compile: str = "auto") -> None:
+        """Computes the velocity in another way.
+
+        Args:
+            mode: "auto" (by the device), "exact" (the library's own operations), or a way of the policy's own.
+            compile: "auto", "on" or "off", whether that way is compiled.
 
         Raises:
             FlowRLError: The policy has no such way.
         """
+        if compile == "on":
+            raise FlowRLError(f"--compile on: {type(self).__name__} has the exact velocity alone; use auto")
         if mode not in ("auto", "exact"):
             raise FlowRLError(f"--velocity {mode}: {type(self).__name__} has the exact one alone; use auto")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether functions of it are compiled; see `flowrl.compiled`."""
+        return False
 
     def sampling_batch(self, count: int) -> int:
         """Rows of the batch in which `count` chains are sampled, and rescored as sampled: at least `count`."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from lerobot.configs.types import FeatureType, NormalizationMode
 from lerobot.lerobot_types import TransitionKey
 from lerobot.processor import NormalizerProcessorStep, RenameObservationsProcessorStep, TokenizerProcessorStep
 from lerobot.processor.converters import create_transition
@@ -23,6 +24,17 @@ from flowrl.policy.interface import ExpertDtype, FlowPolicy, FlowSpec
 from flowrl.policy.lerobot_loading import build_module, load_processors, load_weights, read_config
 from flowrl.policy.lerobot_reference import reload_with_lerobot
 from flowrl.policy.token_cache import TokenCache
+
+_STEPS_WITHOUT_IMAGES = {
+    "RenameObservationsProcessorStep",
+    "AddBatchDimensionProcessorStep",
+    "NewLineTaskProcessorStep",
+    "SmolVLANewLineProcessor",
+    "TokenizerProcessorStep",
+    "DeviceProcessorStep",
+    "NormalizerProcessorStep",
+}
+"""Of LeRobot's processors; the last one where its settings say so."""
 
 
 class LeRobotFlowPolicy(FlowPolicy):
@@ -144,6 +156,30 @@ class LeRobotFlowPolicy(FlowPolicy):
         Raises:
             FlowRLError: If a camera or the state does not match the policy, or an instruction is empty.
         """
+        batch = self._named(observation, tasks)
+        for name, value in batch.items():
+            if name.startswith(OBS_IMAGE):
+                batch[name] = self._to_images(value)
+        return self.preprocessor(batch)
+
+    def prepare_levels(
+        self, observation: Mapping[str, Any], tasks: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As `prepare`, but the images apart and as they are: by the policy's names, (B, H, W, 3) uint8 on its device."""
+        batch = self._named(observation, tasks)
+        images = [name for name in batch if name.startswith(OBS_IMAGE)]
+        levels = {self._rename_map.get(name, name): batch.pop(name) for name in images}
+        return self.preprocessor(batch), levels
+
+    @property
+    def reads_levels(self) -> bool:
+        """Whether the processors leave images alone, so that `prepare_levels` will do."""
+        norm = self._normalizer.norm_map.get(FeatureType.VISUAL, NormalizationMode.IDENTITY)
+        known = all(type(step).__name__ in _STEPS_WITHOUT_IMAGES for step in self.preprocessor.steps)
+        return known and norm == NormalizationMode.IDENTITY
+
+    def _named(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
+        """Observation and instructions under LeRobot's names, checked; images as they are."""
         batch: dict[str, Any] = self._to_lerobot(observation)
         num_envs = len(next(iter(batch.values())))
         if len(tasks) != num_envs:
@@ -152,7 +188,7 @@ class LeRobotFlowPolicy(FlowPolicy):
             self._check_task(task)
         self._check_names(batch)
         batch["task"] = list(tasks)
-        return self.preprocessor(batch)
+        return batch
 
     @torch.no_grad()
     def predict_action_chunk(
@@ -229,11 +265,7 @@ class LeRobotFlowPolicy(FlowPolicy):
         return task if task.endswith("\n") else f"{task}\n"
 
     def _to_lerobot(self, observation: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Gymnasium observation -> LeRobot's names and tensors on the policy's device.
-
-        Same values as LeRobot's `preprocess_observation`: images as float32 in [0, 1], channels first. On a GPU the division
-        is a table look-up, because its division by a constant rounds differently from the CPU's.
-        """
+        """Gymnasium observation -> LeRobot's names and tensors on the policy's device; images as they are."""
         pixels = observation.get("pixels", {})
         images = (
             {f"{OBS_IMAGES}.{c}": i for c, i in pixels.items()}
@@ -246,19 +278,31 @@ class LeRobotFlowPolicy(FlowPolicy):
                 raise FlowRLError(
                     f"{name} has shape {image.shape} and dtype {image.dtype}; a batch of images is (B, H, W, 3) uint8"
                 )
-            levels = torch.from_numpy(np.ascontiguousarray(image)).to(self.device).permute(0, 3, 1, 2)
-            if self.device.type == "cpu":
-                batch[name] = levels.contiguous().float().div_(255)
-            else:
-                batch[name] = self._unit_interval[levels.contiguous().int()]
+            batch[name] = self._to_device(image)
         for key, name in (("agent_pos", OBS_STATE), ("environment_state", OBS_ENV_STATE)):
             if key in observation:
-                batch[name] = torch.from_numpy(np.asarray(observation[key])).float().to(self.device)
+                batch[name] = self._to_device(observation[key]).float()
         if not batch:
             raise FlowRLError(
                 f"the observation has the keys {sorted(observation)}; pixels and agent_pos are needed"
             )
         return {name: value for name, value in batch.items() if self._rename_map.get(name, name)}
+
+    def _to_device(self, array: Any) -> Tensor:
+        """On a GPU through pinned memory, without waiting; torch's allocator keeps that until the copy is done."""
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cpu":
+            return host
+        staged = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        return staged.copy_(host).to(self.device, non_blocking=True)
+
+    def _to_images(self, levels: Tensor) -> Tensor:
+        """(B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [0, 1], with the values of LeRobot's `preprocess_observation`.
+
+        On a GPU the division is a table look-up, because its division by a constant rounds differently from the CPU's.
+        """
+        levels = levels.permute(0, 3, 1, 2).contiguous()
+        return levels.float().div_(255) if levels.device.type == "cpu" else self._unit_interval[levels.int()]
 
     def _check_names(self, batch: Mapping[str, Tensor]) -> None:
         renamed = {self._rename_map.get(name, name): value for name, value in batch.items()}

@@ -20,15 +20,18 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import Tensor
 
+from flowrl.compiled import choose_compiler
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import rows_as_sampled
 from flowrl.graphs import GraphCache
 from flowrl.policy.attention import VelocityMode
 from flowrl.policy.expert import ExpertField
 from flowrl.policy.folder import CONFIG, VLM, PolicyFolder, replace_json_string
+from flowrl.policy.fused_expert import FusedField, fusable
+from flowrl.policy.fused_vlm import FusedVLM
 from flowrl.policy.interface import FlowSpec, VelocityField
 from flowrl.policy.lerobot_policy import LeRobotFlowPolicy
-from flowrl.policy.vlm import FusedVLM, keys_and_values
+from flowrl.policy.vlm import keys_and_values
 from flowrl.prefix import Prefix
 
 _BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -55,7 +58,6 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._fused_vlm = FusedVLM(self.module.model)
         self._encoders: GraphCache | None = None
         self.choose_velocity("auto")
 
@@ -76,30 +78,36 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
 
     @torch.no_grad()
     def encode(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> Prefix:
+        if self.velocity_mode != "exact" and self.reads_levels:
+            return self._encode_fused(observation, tasks)
         batch = self.prepare(observation, tasks)
         model = self.module.model
         images, image_masks = self.module.prepare_images(batch)
         text = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
         state = self.module.prepare_state(batch)
-        if self.velocity_mode != "exact" and FusedVLM.supports(model):
-            return self._encode_fused([*images, *image_masks, *text, state], len(images))
         embeddings, pad_mask, attention_mask = model.embed_prefix(images, image_masks, *text, state=state)
-        keys, values = keys_and_values(model.vlm_with_expert, embeddings, pad_mask, attention_mask, "exact")
+        keys, values = keys_and_values(model.vlm_with_expert, embeddings, pad_mask, attention_mask)
         return Prefix({"pad_mask": pad_mask, "keys": keys, "values": values}, _TOKEN_AXES)
 
-    def _encode_fused(self, inputs: list[Tensor], num_images: int) -> Prefix:
-        """Inputs (images, their masks, tokens, their mask, state) in a batch as it is sampled, as a CUDA graph on a GPU."""
-        count = len(inputs[0])
+    def _encode_fused(self, observation: Mapping[str, Any], tasks: Sequence[str]) -> Prefix:
+        """In a batch as it is sampled; on a GPU as a CUDA graph."""
+        batch, levels = self.prepare_levels(observation, tasks)
+        config = self.module.config
+        cameras = [levels[name] for name in config.image_features if name in levels]
+        num_absent = min(len(config.image_features) - len(cameras), config.empty_cameras)
+        text = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+        inputs = [*cameras, *text, self.module.prepare_state(batch)]
+        count = len(tasks)
         if (rows := rows_as_sampled(self, count, self.device)) is not None:
             inputs = [tensor[rows] for tensor in inputs]
         vlm = self._fused_vlm
         vlm.prepare(inputs[0])
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return vlm(tensors[:num_images], tensors[num_images : 2 * num_images], *tensors[2 * num_images :])
+            return vlm(tensors[:-3], num_absent, *tensors[-3:])
 
         encoded = (
-            function(*inputs) if self._encoders is None else self._encoders.run(num_images, function, inputs)
+            function(*inputs) if self._encoders is None else self._encoders.run(num_absent, function, inputs)
         )
         names = "pad_mask", "keys", "values"
         return Prefix({name: tensor[:count] for name, tensor in zip(names, encoded)}, _TOKEN_AXES)
@@ -108,21 +116,36 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
         return self.velocity_field(prefix)(x_t, time)
 
     def velocity_field(self, prefix: Prefix, repeats: int = 1) -> VelocityField:
-        return ExpertField(self.module.model, **prefix.tensors, repeats=repeats, mode=self.velocity_mode)
+        model, tensors = self.module.model, prefix.tensors
+        if self.velocity_mode == "exact":
+            return ExpertField(model, **tensors, repeats=repeats)
+        return FusedField(model, **tensors, repeats=repeats, mode=self.velocity_mode, compiler=self._compiler)
 
-    def choose_velocity(self, mode: str) -> None:
-        """auto: fused on a GPU, where chains are also replayed as CUDA graphs; exact elsewhere. See `expert`."""
-        on_gpu = self.device.type == "cuda"
+    def choose_velocity(self, mode: str, compile: str = "auto") -> None:
+        """auto: fused on a GPU, where chains are also replayed as CUDA graphs; exact elsewhere. See `expert`, `flowrl.compiled`."""
+        on_gpu, known = self.device.type == "cuda", fusable(self.module.model)
         if mode == "auto":
-            mode = "fused" if on_gpu else "exact"
+            mode = "fused" if on_gpu and known else "exact"
         if mode not in get_args(VelocityMode):
             raise FlowRLError(f"--velocity {mode!r}: must be auto, {', '.join(get_args(VelocityMode))}")
+        if mode != "exact" and not known:
+            raise FlowRLError(
+                f"--velocity {mode}: this SmolVLA has biases, an activation or special tokens that it lacks; use exact"
+            )
+        model = self.module.model
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._compiler = choose_compiler(compile, mode, self.device, num_parameters)
+        self._fused_vlm = FusedVLM(model, self._unit_interval, self._compiler)
         self.velocity_mode = cast(VelocityMode, mode)
         self.graphs = self._encoders = None
         if on_gpu and mode != "exact":
             expert = list(self.trainable_parameters().values())
             self.graphs = GraphCache("the denoising", self.device, expert)
             self._encoders = GraphCache("the encoder", self.device, self._fused_vlm.weights())
+
+    @property
+    def compiled(self) -> bool:
+        return self._compiler.enabled
 
     def sampling_batch(self, count: int) -> int:
         """Fused: the next of few sizes, so that few graphs are captured and all rounds of a rollout run the same kernels."""

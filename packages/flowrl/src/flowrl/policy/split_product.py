@@ -9,64 +9,52 @@ computations" (arXiv 1904.06376), eq. 2 with two terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
-def product(weight: Tensor, bias: Tensor | None, split: bool) -> Callable[[Tensor], Tensor]:
-    """x (..., in) -> x weight^T + bias (..., out), with weight (out, in).
+def weight_parts(weight: Tensor) -> Tensor:
+    """A weight (out, in) -> what `split_linear` takes beside it, (out, 3 in) bfloat16. It follows no later change."""
+    return _parts(weight.detach(), low=1)
 
-    Args:
-        weight: The weight; with `split` its parts are made here, once.
-        bias: The bias, or None.
-        split: Three bfloat16 products. Not where TF32 is allowed, nor for weights of other dtypes.
-    """
-    if not split or weight.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
-        return lambda x: functional.linear(x, weight, bias)
-    parts = _second(weight.detach()).T
 
-    def linear(x: Tensor) -> Tensor:
-        result = _SplitLinear.apply(x.flatten(0, -2), weight, parts).view(*x.shape[:-1], -1)
-        return result if bias is None else result + bias
-
-    return linear
+def split_linear(x: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
+    """x (..., in), a weight (out, in) and its parts -> x weight^T (..., out); all float32 but the parts."""
+    return _SplitLinear.apply(x.flatten(0, -2), weight, parts).view(*x.shape[:-1], -1)
 
 
 class _SplitLinear(torch.autograd.Function):
-    """x (n, in), weight (out, in), its parts (3 in, out) -> (n, out), float32."""
+    """x (n, in), weight (out, in), its parts (out, 3 in) -> (n, out), float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _multiply(_first(x), parts)
+        return _multiply(_parts(x, low=2), parts.T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
-        of_x = _multiply(_first(gradient), _second(weight.T).T)
-        of_weight = _multiply(_first(gradient.T), _second(x.T).T)
+        of_x = _multiply(_parts(gradient, low=2), _parts(weight.T, low=1).T)
+        of_weight = _multiply(_parts(gradient.T, low=2), _parts(x.T, low=1).T)
         return of_x, of_weight, None
 
 
-def _first(x: Tensor) -> Tensor:
-    """(n, k) -> [x_h, x_h, x_l] (n, 3 k) bfloat16."""
-    return _parts(x, low=2)
-
-
-def _second(w: Tensor) -> Tensor:
-    """(m, k) -> [w_h, w_l, w_h] (m, 3 k) bfloat16."""
-    return _parts(w, low=1)
-
-
 def _parts(x: Tensor, low: int) -> Tensor:
-    parts = x.new_empty(x.shape[0], 3, x.shape[1], dtype=torch.bfloat16)
-    parts.copy_(x[:, None])
-    torch.sub(x, parts[:, 0], out=parts[:, low])
-    return parts.flatten(1)
+    """(n, k) -> [x_h, x_h, x_l] (n, 3 k) bfloat16 with low 2, [x_h, x_l, x_h] with low 1."""
+    high = _rounded(x)
+    parts = [high.to(torch.bfloat16)] * 3
+    parts[low] = (x - high).to(torch.bfloat16)
+    return torch.cat(parts, dim=1)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """The nearest bfloat16 numbers, as float32; by their bits, since a compiler may take two conversions for none."""
+    if not torch.compiler.is_compiling():
+        return x.to(torch.bfloat16).float()
+    bits = x.view(torch.int32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000).view(torch.float32)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
