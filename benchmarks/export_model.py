@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 20e6
+WEIGHTS = "model.safetensors"
 TRAINING_STATE = ("flowrl.json", "flowrl.safetensors")
 
 
@@ -52,6 +53,7 @@ def clean_policy(checkpoint: Path, out: Path, vlm_path: str | None = None) -> No
             raise FlowRLError(
                 f"{path}: names {found[0]}, a path of this machine; set it to null or to a relative path"
             )
+    (unfinished / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone
     unfinished.rename(out)
 
 

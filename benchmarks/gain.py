@@ -24,6 +24,8 @@ from parcel import pack_gain, unpack_gain
 
 HERE = Path(__file__).resolve().parent
 NOT_FINISHED, FAILED = 3, 1
+EXPORT_S = 12.0
+"""Kept of the SECONDS for what follows the programs: policies into OUT/final, and the table."""
 SEEDS = {"train": {1: 7700004, 2: 7700005, 3: 7700006}, "ablate": {1: 7700011, 2: 7700012}}
 TEST_SEED, VALIDATION_SEED = 9000003, 9300003
 ABLATIONS: dict[str, list[str]] = {
@@ -56,7 +58,8 @@ def main() -> None:
         sys.exit(
             f"error: {args.stage} has no {', '.join(unknown)}; a model to test must be in {args.out / 'final'}"
         )
-    outcome = run_jobs(jobs, args.out, start + float(args.argument), machine, parallel=args.parallel)
+    deadline = start + float(args.argument) - EXPORT_S
+    outcome = run_jobs(jobs, args.out, deadline, machine, parallel=args.parallel)
     export_finished(args)
     seconds = time.monotonic() - start
     usage = {"stage": args.stage, "seconds": round(seconds, 1)}
