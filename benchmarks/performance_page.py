@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md from what `scaling.py` and `against_commit.sh` left.
+"""The tables of docs/performance.md from what `scaling.py` and `against_commit.py` left.
 
     python benchmarks/performance_page.py                        # benchmarks/results/performance -> docs/performance.md
 
@@ -229,7 +229,7 @@ def before_table(measured: Measured) -> str:
     return (
         markdown(rows)
         if len(rows) > 1
-        else "Not measured: cpu-against-*, from benchmarks/against_commit.sh.\n"
+        else "Not measured: cpu-against-*, from benchmarks/against_commit.py.\n"
     )
 
 
