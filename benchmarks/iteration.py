@@ -38,24 +38,7 @@ def main() -> None:
 
 def run(words: Sequence[str]) -> None:
     """Measures as the command line says."""
-    parser = argparse.ArgumentParser(
-        description="Where the time of one training iteration goes. Takes the flags of flowrl-train too.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--envs", type=int, nargs="+", help="one after another; default: flowrl-train's")
-    parser.add_argument(
-        "--episodes", type=int, nargs="+", help="default: the policy's preset, or flowrl-train's"
-    )
-    parser.add_argument("--pipelines", type=int, nargs="+", default=[1, 2], help="groups of environments")
-    parser.add_argument(
-        "--eager", action="store_true", help="in turn with LeRobot's own operations (SmolVLA)"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--limit", type=float, default=3600.0, help="no repeat is begun after so many seconds"
-    )
-    parser.add_argument("--json", type=Path, help="write all numbers here")
-    args, flags = parser.parse_known_args(words)
+    args, flags = parser().parse_known_args(words)
     config = config_of(flags)
     # Each of the environments' processes imports this file; torch and LeRobot only if they are imported at its top.
     from iteration_rounds import measure
@@ -66,6 +49,24 @@ def run(words: Sequence[str]) -> None:
     show(results)
     if args.json is not None:
         write_json(args.json, results)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this program; the others are those of flowrl-train."""
+    own = argparse.ArgumentParser(
+        description="Where the time of one training iteration goes. Takes the flags of flowrl-train too.",
+        allow_abbrev=False,
+    )
+    own.add_argument("--envs", type=int, nargs="+", help="one after another; default: flowrl-train's")
+    own.add_argument(
+        "--episodes", type=int, nargs="+", help="default: the policy's preset, or flowrl-train's"
+    )
+    own.add_argument("--pipelines", type=int, nargs="+", default=[1, 2], help="groups of environments")
+    own.add_argument("--eager", action="store_true", help="in turn with LeRobot's own operations (SmolVLA)")
+    own.add_argument("--repeats", type=int, default=3)
+    own.add_argument("--limit", type=float, default=3600.0, help="no repeat is begun after so many seconds")
+    own.add_argument("--json", type=Path, help="write all numbers here")
+    return own
 
 
 def config_of(flags: Sequence[str]) -> TrainConfig:
