@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from chess_env.layout import draw_layout
+from flowrl.cli import parse_flags
+from flowrl.config import EvalConfig
 
 ROOT = Path(__file__).parents[2]
 SCENES, SEED = 40, 9000003
+FLAGS = {"policy": "models/chess-tiny", "episodes": 256, "train_seed": 7700004, "average_decay": 0.95}
 
 
 @pytest.fixture
@@ -63,9 +66,7 @@ def out(tmp_path):
     write(tmp_path / "out/test/start/eval_results.json", evaluation(start))
     write(tmp_path / "out/test/rl-seed1/eval_results.json", evaluation(after))
     run = tmp_path / "out/runs/rl-seed1"
-    write(
-        run / "args.json", {"flags": {"policy": "models/chess-tiny"}, "commit": "abc", "device_name": "a GPU"}
-    )
+    write(run / "args.json", {"flags": FLAGS, "commit": "abc", "device_name": "a GPU"})
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run_log([0.4, 0.5, 0.6])))
     usage = {"stage": "train", "seconds": 540.0, "cores": 32, "gpus": 2}
     (tmp_path / "out/stages.jsonl").write_text(json.dumps(usage) + "\n")
@@ -157,3 +158,19 @@ def test_page_is_filled_and_curves_are_drawn(program, results, tmp_path):
     assert module.filled(filled, blocks) == filled
     assert module.learning_curves(results, tmp_path / "curves.png")
     assert 5_000 < (tmp_path / "curves.png").stat().st_size < 200_000
+
+
+def test_model_card_has_the_numbers_and_a_command_that_is_understood(program, out):
+    card = program("model_card").model_card(out, "rl-seed1", Path("models/chess-tiny-rl"))
+    for words in (
+        "768 training episodes",
+        "seed 7700004",
+        "28/40 = 70.0%",
+        "20/40 = 50.0%",
+        "commit abc",
+        "on a GPU;",
+    ):
+        assert words in " ".join(card.split())
+    command = next(line for line in card.splitlines() if line.startswith("uv run flowrl-eval"))
+    config = parse_flags(EvalConfig, "flowrl-eval", command.split()[3:])
+    assert (config.policy, config.versus) == ("models/chess-tiny-rl", "models/chess-tiny")
