@@ -39,10 +39,9 @@ def measure(config: TrainConfig, args: argparse.Namespace) -> Result:
         stop = stack.enter_context(StopRequest())
         runs = {"flowrl": stack.enter_context(open_run(config, load_policy, scratch / "flowrl"))}
         if args.eager:
-            runs[EAGER] = stack.enter_context(
-                open_run(eager_config(config), EagerSmolVLA.load, scratch / "eager")
-            )
-            runs[EAGER].ppo.__class__ = EagerPPO
+            eager = stack.enter_context(open_run(eager_config(config), EagerSmolVLA.load, scratch / "eager"))
+            eager.ppo = EagerPPO(eager.policy, eager.noise, eager.critic, eager.config)
+            runs[EAGER] = eager
         policy = runs["flowrl"].policy
         results: Result = {
             **describe_machine(policy.device, config.env_id),

@@ -74,7 +74,8 @@ def settings(measured: dict[str, dict[str, Any]], start: str) -> Iterable[tuple[
     for name, result in measured.items():
         if name.startswith(start):
             for setting in result["settings"]:
-                yield setting, f"{name}, {setting['envs']} environments"
+                decisions = setting["best"]["update"]["decisions"]
+                yield setting, f"{name}, {setting['envs']} environments, {decisions} decisions"
 
 
 def least(found: Iterable[tuple[float, str]]) -> Found:

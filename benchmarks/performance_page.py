@@ -58,7 +58,9 @@ def blocks(measured: Measured) -> dict[str, str]:
         "lengths": table(
             measured, scale_rows, ["gpu-policy-450m-chunk25", "gpu-policy-450m", "gpu-policy-450m-chunk100"]
         ),
-        "iteration-450m": iteration_tables(measured, ["gpu-iteration-450m", "gpu-iteration-450m-fast"]),
+        "iteration-450m": iteration_tables(
+            measured, [f"gpu-iteration-450m{part}" for part in ("", "-fast", "-fast-short")]
+        ),
         "environments": table(measured, setting_rows, [f"gpu-{name}" for name in iterations]),
         "episodes": table(
             measured, setting_rows, ["gpu-iteration-chess-tiny", "gpu-iteration-chess-tiny-episodes"]

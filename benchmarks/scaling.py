@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -27,7 +27,7 @@ from flowrl.record import write_json
 
 BENCHMARKS = Path(__file__).parent
 CORES_OF_A_GPU = 16
-TINY = "models/chess-tiny"
+ITERATION, TINY = "benchmarks/iteration.py", "models/chess-tiny"
 WHOLE = ("--target-kl", "1000")
 """Every epoch is run, however far the policy moves."""
 
@@ -57,12 +57,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/performance"))
     parser.add_argument("--scratch", type=Path, default=Path("runs/performance"))
     parser.add_argument("--only", nargs="+", help="these parts; default: all")
+    parser.add_argument(
+        "--flags", default="", help="further flags of flowrl-train in the iterations, as one text"
+    )
     parser.add_argument("--list", action="store_true", help="say the parts and their commands, and run none")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     machine = Machine()
     kind = "gpu" if machine.gpus else "cpu"
-    parts = gpu_parts() if machine.gpus else cpu_parts()
+    parts = [with_flags(part, args.flags) for part in (gpu_parts() if machine.gpus else cpu_parts())]
     names = [part.name for part in parts]
     if unknown := sorted(set(args.only or ()) - set(names)):
         parser.error(f"no part {', '.join(unknown)} for this machine; there are {', '.join(names)}")
@@ -85,6 +88,11 @@ def main() -> None:
         if results[part.name].is_file():
             name_command(results[part.name], part.words)
     sys.exit(any(text != "done" for text in outcome.values()))
+
+
+def with_flags(part: Part, flags: str) -> Part:
+    """An iteration with further flags of flowrl-train."""
+    return replace(part, words=[*part.words, *shlex.split(flags)]) if ITERATION in part.words else part
 
 
 def job_of(part: Part, result: Path, scratch: Path) -> Job:
@@ -129,7 +137,7 @@ def iteration_part(
     name: str, envs: Sequence[int], episodes: Sequence[int], needs_s: float, *flags: str, policy: str = TINY
 ) -> Part:
     """Whole iterations."""
-    words = ["benchmarks/iteration.py", "--policy", policy, "--envs", *map(str, envs)]
+    words = [ITERATION, "--policy", policy, "--envs", *map(str, envs)]
     words += ["--episodes", *map(str, episodes), "--limit", str(round(needs_s / 2)), *flags]
     return Part(name, words, needs_s)
 
@@ -158,6 +166,19 @@ def gpu_parts() -> list[Part]:
         iteration_part("iteration-chess-tiny-many-envs", [96, 32, 16], [256], 90, "--repeats", "2", *WHOLE),
         iteration_part("iteration-chess-tiny-few-envs", [8, 4, 2, 1], [32], 90, "--repeats", "1", *WHOLE),
         iteration_part("iteration-chess-tiny-episodes", [64], [64, 1024], 60, "--repeats", "2", *WHOLE),
+        iteration_part(
+            "iteration-450m-fast-short",
+            [64],
+            [100],
+            120,
+            "--seconds",
+            "6.5",
+            "--repeats",
+            "2",
+            *WHOLE,
+            *fastest,
+            policy="450m",
+        ),
         iteration_part(
             "iteration-450m", [64], [100], 200, "--eager", "--repeats", "1", *WHOLE, policy="450m"
         ),
