@@ -114,9 +114,9 @@ class ObservationPrefix:
 
 def eager_config(config: TrainConfig) -> TrainConfig:
     """The flags of the eager way: LeRobot's own operations, float32 products, one group of environments."""
-    fields = {field.name for field in dataclasses.fields(config)}
-    compiled = {"compile": "off"} if "compile" in fields else {}
-    return dataclasses.replace(config, velocity="exact", update_precision="float32", pipeline=1, **compiled)
+    return dataclasses.replace(
+        config, velocity="exact", compile="off", update_precision="float32", pipeline=1
+    )
 
 
 def _rows(observation: Mapping[str, Any], index: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def measure(config: TrainConfig, args: argparse.Namespace) -> Result:
             "cores": len(os.sched_getaffinity(0)),
             "parameters": sum(parameter.numel() for parameter in policy.module.parameters()),
             "velocity": policy.velocity_mode,
-            "compiled": getattr(policy, "compiled", False),
+            "compiled": policy.compiled,
             "update_precision": runs["flowrl"].ppo.precision,
             "flags": dataclasses.asdict(config),
             "settings": [],

@@ -93,16 +93,28 @@ def chunk_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
     """Chunks by batch and way, with their two parts."""
     yield [
         *("batch", "way", "LeRobot [ms]", "flowrl [ms]", "ratio", "encoding [ms]", "denoising [ms]"),
-        *("floor [ms]", "share of the floor", "largest difference"),
+        *(
+            "floor [ms]",
+            "share of the floor",
+            "largest difference [deg]",
+            "LeRobot's own [deg]",
+            "first call [s]",
+        ),
     ]
     rows = {(row["what"], row["batch"], row["mode"]): row for row in result["chunks"]}
     for (what, batch, mode), row in sorted(rows.items(), key=lambda item: (item[0][2], item[0][1])):
         if what == "chunk":
-            parts = [
-                milliseconds(rows.get((part, batch, mode), {}).get("ms")) for part in ("prefix", "denoising")
+            parts = [digits(rows.get((part, batch, mode), {}).get("ms")) for part in ("prefix", "denoising")]
+            degrees = [digits(row.get(name)) for name in ("difference_deg", "lerobot_batch_deg")]
+            yield [
+                str(batch),
+                mode,
+                *compared(row),
+                *parts,
+                *floor(row),
+                *degrees,
+                seconds(row.get("first_s")),
             ]
-            difference = f"{row['difference_deg']:.2g} deg" if "difference_deg" in row else ""
-            yield [str(batch), mode, *compared(row), *parts, *floor(row), difference]
 
 
 def update_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
@@ -124,7 +136,7 @@ def update_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
             str(row["batch"]),
             row["mode"],
             what,
-            milliseconds(row["ms"]),
+            digits(row["ms"]),
             times(row["ratio"]),
             *floor(row),
             cosine,
@@ -147,11 +159,7 @@ def scale_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
             chunk["mode"] if chunk else "",
         ),
         *(compared(chunk) if chunk else ["", "", ""]),
-        *(
-            [milliseconds(eager["ms"]), milliseconds(own["ms"]), times(own["ratio"])]
-            if eager and own
-            else [""] * 3
-        ),
+        *([digits(eager["ms"]), digits(own["ms"]), times(own["ratio"])] if eager and own else [""] * 3),
     ]
 
 
@@ -220,14 +228,26 @@ def part_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
 
 def before_table(measured: Measured) -> str:
     """Iterations of two commits in turn."""
-    rows = [["before", "now", "decisions", "collecting [s]", "update [s]", "iteration [s]", "times as fast"]]
+    rows = [
+        [
+            "before",
+            "now",
+            "decisions",
+            "collecting [s]",
+            "update [s]",
+            "iteration [s]",
+            "times as fast",
+            "the same episodes",
+        ]
+    ]
     for result in (r for name, r in measured.items() if name.startswith("cpu-against-")):
         old, new = result["before"], result["after"]
         cells = [
             f"{seconds(old[key])} -> {seconds(new[key])}" for key in ("rollout_s", "update_s", "iteration_s")
         ]
-        ratio = times(old["iteration_s"] / new["iteration_s"])
-        rows.append([old["commit"][:7], new["commit"][:7], str(new["decisions"]), *cells, ratio])
+        same = "yes" if result["same_episodes"] else "no"
+        commits = old["commit"][:7], new["commit"][:7]
+        rows.append([*commits, str(new["decisions"]), *cells, times(result["ratio"]), same])
     return (
         markdown(rows)
         if len(rows) > 1
@@ -255,21 +275,21 @@ def fastest(setting: dict[str, Any]) -> dict[str, Any]:
 
 def way_of(result: dict[str, Any]) -> str:
     """How velocity and update were computed."""
-    compiled = " compiled" if result["compiled"] else ""
+    compiled = ", compiled" if result["compiled"] else ""
     return f"{result['velocity']}{compiled}, update {result['update_precision']}"
 
 
 def compared(row: dict[str, Any]) -> Row:
-    return [milliseconds(row["lerobot_ms"]), milliseconds(row["ms"]), times(row["ratio"])]
+    return [digits(row["lerobot_ms"]), digits(row["ms"]), times(row["ratio"])]
 
 
 def floor(row: dict[str, Any]) -> Row:
     """The floor, and how much of it is reached."""
     found = row.get("floor_ms")
-    return ["", ""] if found is None else [milliseconds(found), f"{100 * found / row['ms']:.0f} %"]
+    return ["", ""] if found is None else [digits(found), f"{100 * found / row['ms']:.0f} %"]
 
 
-def milliseconds(value: float | None) -> str:
+def digits(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 

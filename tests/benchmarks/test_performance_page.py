@@ -31,7 +31,7 @@ def policy_result(ms: float = 20.0, parameters: float = 450e6) -> dict:
         "chunks": [
             {"what": "prefix", "batch": 16, "mode": "fused", "lerobot_ms": 40.0, "ms": 8.0, "ratio": 5.0, "floor_ms": 2.0},
             {"what": "denoising", "batch": 16, "mode": "fused", "lerobot_ms": 260.0, "ms": 12.0, "ratio": 21.0, "floor_ms": 4.0},
-            chunk | {"floor_ms": 5.0, "difference_deg": 0.0042},
+            chunk | {"floor_ms": 5.0, "difference_deg": 0.0042, "lerobot_batch_deg": 0.003, "first_s": 9.5},
         ],
         "updates": [
             minibatch | {"what": "minibatch, lerobot", "ms": 200.0, "ratio": 1.0, "cosine": 1.0, "floor_ms": None},
@@ -72,7 +72,7 @@ def row_of(text: str, start: str) -> list[str]:
 def test_chunks_and_minibatches_have_ratio_floor_and_share_of_the_floor(page):
     blocks = page.blocks({"gpu-policy-450m": policy_result()})
     assert row_of(blocks["chunk-450m"], "16") == [
-        "16", "fused", "300", "20", "15x", "8", "12", "5", "25 %", "0.0042 deg",
+        "16", "fused", "300", "20", "15x", "8", "12", "5", "25 %", "0.0042", "0.003", "9.50",
     ]  # fmt: skip
     lines = blocks["update-450m"].splitlines()
     assert "| 16 | fused | flowrl, TF32 | 25 | 8x | 10 | 40 % | 0.999990 |" in lines
@@ -82,7 +82,7 @@ def test_chunks_and_minibatches_have_ratio_floor_and_share_of_the_floor(page):
 
 def test_iteration_takes_the_fastest_number_of_groups(page):
     blocks = page.blocks({"gpu-iteration-450m-fast": iteration_result()})
-    cells = row_of(blocks["iteration-450m"].split("\n\n")[0], "tf32 compiled, update tf32")
+    cells = row_of(blocks["iteration-450m"].split("\n\n")[0], "tf32, compiled, update tf32")
     assert cells[1:] == ["64", "100", "400", "2.00", "200", "85 %", "4.00", "6.00", "33.00", "5.5x"]
     assert "| 0.50 | 0.75 | 50 % | 25 % |" in blocks["iteration-450m"]  # 16 s of 16 cores in 2 s; 4 of 16
 
@@ -102,6 +102,8 @@ def test_aims_take_the_best_and_say_what_is_open(page):
     }
     text = page.blocks(measured)["aims"]
     assert row_of(text, "chunk for 16 environments, 450 M [ms]")[1:4] == ["at most 30", "20", "yes"]
+    assert row_of(text, "the same, largest difference to LeRobot's targets [deg]")[2:4] == ["0.0042", "yes"]
+    assert row_of(text, "the same, cosine of the gradients")[2:4] == ["0.999990", "yes"]
     assert row_of(text, "minibatch of 16, 450 M [ms]")[2:4] == ["25", "yes"]
     assert row_of(text, "iteration, 450 M, 100 episodes, 2 epochs [s]")[2:4] == ["6", "yes"]
     assert row_of(text, "chess-tiny: share of the simulators' rate")[2:4] == ["not measured", "open"]
@@ -142,8 +144,8 @@ def test_two_commits_are_compared(page):
             "iteration_s": 20.0,
         },
     }
-    blocks = page.blocks({"cpu-against-aaaaaaa": MACHINE | sides})
-    assert row_of(blocks["cpu-before"], "aaaaaaa")[5:] == ["50.00 -> 20.00", "2.5x"]
+    blocks = page.blocks({"cpu-against-aaaaaaa": MACHINE | sides | {"ratio": 2.5, "same_episodes": True}})
+    assert row_of(blocks["cpu-before"], "aaaaaaa")[5:] == ["50.00 -> 20.00", "2.5x", "yes"]
     assert row_of(blocks["aims"], "chess-tiny on a CPU: times as fast as before the fast path")[2:4] == [
         "2.5",
         "yes",
