@@ -1,8 +1,10 @@
-"""CPU time of SmolVLA's parts in LeRobot's code and in flowrl's exact way, alternating, in one thread.
+"""CPU time of SmolVLA's parts in LeRobot's code and in flowrl's, alternating, in one thread.
 
-    python benchmarks/denoising.py                     # models/chess-tiny, 10 observations, a minibatch of 16
+    python benchmarks/denoising.py                     # models/chess-tiny, 10 observations, a minibatch of 16; bits are equal
+    python benchmarks/denoising.py --velocity fused --compile on
 
-The time is that of the processor, so that other programs on the machine disturb little. Bits are compared first.
+The time is that of the processor, so that other programs on the machine disturb little. Results are compared first. `rate` is
+that of the counted operations of flowrl's matrix products over all of its time, `of a product` its share of a large one's.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 from eager import cache_of, denoise_step, lerobot_encode
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from flowrl.policy.loading import load_policy
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
@@ -28,13 +31,18 @@ def main() -> None:
     parser.add_argument("--policy", default="models/chess-tiny")
     parser.add_argument("--batch", type=int, default=10, help="observations that are sampled together")
     parser.add_argument("--minibatch", type=int, default=16, help="decisions of the update")
+    parser.add_argument("--velocity", default="exact", help="flowrl's way: exact, fused, ...")
+    parser.add_argument("--compile", default="auto", help="auto, on, off")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
     policy = load_policy(options.policy)
     assert isinstance(policy, SmolVLAFlowPolicy)
-    policy.choose_velocity("exact")
-    print(f"{'':>36} {'LeRobot ms':>10} {'flowrl ms':>10} {'ratio':>6}  bits")
+    policy.choose_velocity(options.velocity, options.compile)
+    ceiling = product_rate()
+    print(
+        f"{'':>36} {'LeRobot ms':>10} {'flowrl ms':>10} {'ratio':>6} {'rate GF/s':>10} {'of a product':>13}  bits"
+    )
     for name, ways in (
         (f"encode {options.batch}", encoding(policy, options.batch)),
         (f"denoise {options.batch}", denoising(policy, options.batch)),
@@ -44,14 +52,39 @@ def main() -> None:
         times: list[list[float]] = [[], []]
         for _ in range(options.repeats):
             for way, values in zip(ways, times):
-                start = time.process_time()
-                way()
-                values.append(1e3 * (time.process_time() - start))
+                values.append(1e3 * processor_s(way))
         theirs, ours = (float(np.median(values)) for values in times)
         bits = (
             "equal" if torch.equal(first, second) else f"differ by {float((first - second).abs().max()):.1e}"
         )
-        print(f"{name:>36} {theirs:>10.1f} {ours:>10.1f} {theirs / ours:>6.2f}  {bits}")
+        rate = operations(ways[1], policy) / (1e-3 * ours)
+        print(
+            f"{name:>36} {theirs:>10.1f} {ours:>10.1f} {theirs / ours:>6.2f} {rate / 1e9:>10.0f} {rate / ceiling:>13.2f}  {bits}"
+        )
+
+
+def processor_s(way: Callable[[], object]) -> float:
+    """Processor time of one call [s]."""
+    start = time.process_time()
+    way()
+    return time.process_time() - start
+
+
+def product_rate(side: int = 1024, repeats: int = 9) -> float:
+    """Operations/s of a large matrix product."""
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    return 2 * side**3 / float(np.median([processor_s(lambda: a @ b) for _ in range(repeats)]))
+
+
+def operations(way: Callable[[], object], policy: SmolVLAFlowPolicy) -> float:
+    """Of the matrix products and convolutions, counted one by one."""
+    compiled, policy._compiler.enabled = policy._compiler.enabled, False
+    try:
+        with FlopCounterMode(display=False) as counter:
+            way()
+    finally:
+        policy._compiler.enabled = compiled
+    return float(counter.get_total_flops())
 
 
 Way = Callable[[], Tensor]
