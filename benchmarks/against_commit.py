@@ -1,7 +1,7 @@
 """An iteration of chess-tiny on a CPU in the code of two commits, in turn.
 
     python benchmarks/against_commit.py 4abbd28                     # the commit before the fast path, against HEAD
-    python benchmarks/against_commit.py 4abbd28 --episodes 20 --envs 2 --repeats 3 --limit 480
+    python benchmarks/against_commit.py 4abbd28 --after-flags "--velocity fused --compile on"
 
 `git archive` writes both into a temporary folder; `flowrl-train` runs from there with the bundled policy of the working tree,
 on the same scenes. Each repeat is a process of its own; of repeats the fastest counts, since other programs can only slow a
@@ -11,6 +11,7 @@ machine down. Validation and start-up are not part of it. What is committed is c
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,8 @@ def main() -> None:
     parser.add_argument("--after", default="HEAD", help="the newer one")
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--envs", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=1, help="of a process")
+    parser.add_argument("--iterations", type=int, default=3, help="of a process")
+    parser.add_argument("--skip", type=int, default=1, help="its first so many are not counted")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--torch-threads", type=int, default=2)
     parser.add_argument(
@@ -47,6 +49,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/performance")
     args = parser.parse_args()
+    if args.skip >= args.iterations:
+        parser.error(f"--skip {args.skip}: must be less than --iterations {args.iterations}")
     deadline = time.monotonic() + args.limit
     commits = {side: commit_of(name) for side, name in zip(SIDES, (args.commit, args.after))}
     lines: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in SIDES}
@@ -68,8 +72,9 @@ def main() -> None:
     content = (
         result | {"ratio": ratio, "same_episodes": same[0] == same[1], "commit": commits["after"]} | machine
     )
-    content["command"] = "python benchmarks/against_commit.py " + " ".join(sys.argv[1:])
-    write_json(args.out / f"cpu-against-{commits['before'][:7]}.json", content)
+    content["command"] = shlex.join(["python", "benchmarks/against_commit.py", *sys.argv[1:]])
+    words = [word for word in args.after_flags.split() if not word.startswith("-")]
+    write_json(args.out / f"{'-'.join(['cpu-against', commits['before'][:7], *words])}.json", content)
 
 
 def commit_of(name: str) -> str:
@@ -91,7 +96,7 @@ def unpack(commit: str, folder: Path) -> None:
 
 
 def train(code: Path, name: str, args: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Trains with the packages in `code`; the log's lines of the iterations."""
+    """Trains with the packages in `code`; the log's lines of the iterations that count."""
     sources = [str(path) for path in sorted(code.glob("packages/*/src"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "CUDA_VISIBLE_DEVICES": ""}
     check = f"import flowrl; assert flowrl.__file__.startswith({str(code)!r}), flowrl.__file__"
@@ -108,7 +113,7 @@ def train(code: Path, name: str, args: argparse.Namespace, flags: Sequence[str])
     if ended.returncode:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         sys.exit(f"error: flowrl-train of {code.name}: exit code {ended.returncode}: {''.join(last)}")
-    return [json.loads(line) for line in read_log(code / name, args.iterations + 1)[1:]]
+    return [json.loads(line) for line in read_log(code / name, args.iterations + 1)[1 + args.skip :]]
 
 
 def summary(runs: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:

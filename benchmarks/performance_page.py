@@ -247,7 +247,9 @@ def before_table(measured: Measured) -> str:
         ]
         same = "yes" if result["same_episodes"] else "no"
         commits = old["commit"][:7], new["commit"][:7]
-        rows.append([*commits, str(new["decisions"]), *cells, times(result["ratio"]), same])
+        rows.append(
+            [*commits, result["after_flags"], str(new["decisions"]), *cells, times(result["ratio"]), same]
+        )
     return (
         markdown(rows)
         if len(rows) > 1
