@@ -50,7 +50,7 @@ class FusedField:
         cross = tuple(n for n in numbered if n not in joint)
         modules = [numbered[n].self_attn for n in cross]
         with self._precision():
-            *for_joint, for_cross, bias, own_bias = compiler(
+            for_joint, for_cross, bias, own_bias = compiler(
                 layers.field_tables, pad_mask, model.config.chunk_size, self._shape
             )
             joint_keys, joint_values, cross_keys, cross_values = compiler(
@@ -67,7 +67,7 @@ class FusedField:
                 weights = self._weights(layer, n in joint)
                 if n in joint:
                     place = joint.index(n)
-                    states = (*for_joint, joint_keys[place], joint_values[place], bias, own_bias)
+                    states = (for_joint, joint_keys[place], joint_values[place], bias, own_bias)
                     self._layers.append(self._prepared(layers.joint_layer, weights, states))
                 else:
                     place = cross.index(n)

@@ -99,9 +99,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rotary_table(positions: Tensor, width: int, scale: float = 1.0) -> Table:
-    """For positions (n, T); times a scale."""
-    cos, sin = (part[:, None, :, 0] * scale for part in rotary(positions, width))
+def rotary_table(positions: Tensor, width: int) -> Table:
+    """For positions (n, T)."""
+    cos, sin = (part[:, None, :, 0] for part in rotary(positions, width))
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
@@ -118,20 +118,22 @@ def bias_of(visible: Tensor) -> Tensor:
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, UNSEEN)
 
 
-def field_tables(pad_mask: Tensor, length: int, shape: Shape) -> tuple[Table, Table, Table, Tensor, Tensor]:
+def masked(scores: Tensor, bias: Tensor, shape: Shape) -> Tensor:
+    """Scores, scaled, and their bias."""
+    return torch.add(bias, scores, alpha=shape.width**-0.5)
+
+
+def field_tables(pad_mask: Tensor, length: int, shape: Shape) -> tuple[Table, Table, Tensor, Tensor]:
     """What all layers of the expert share, from `pad_mask` (B, P).
 
     Returns:
-        The tables of the joint layers' queries and keys, and of the cross layers' queries; those of queries are scaled.
-        The bias of the prefix (B, 1, 1, 1, P), and of a chunk's own tokens, which see those up to them, (T, T).
+        The rotary tables of the joint layers and of the cross layers. The bias of the prefix (B, 1, 1, 1, P), and of a chunk's own tokens, which see those up to them, (T, T).
     """
     steps = torch.arange(length, device=pad_mask.device)
     offset = pad_mask.sum(dim=-1)[:, None, None].expand(-1, shape.repeats, 1).flatten(0, 1)
-    scale = shape.width**-0.5
     return (
-        rotary_table(offset + steps, shape.width, scale),
         rotary_table(offset + steps, shape.width),
-        rotary_table(steps[None], shape.width, scale),
+        rotary_table(steps[None], shape.width),
         bias_of(pad_mask)[:, None, None, None],
         bias_of(steps[None, :] <= steps[:, None]),
     )
@@ -178,8 +180,7 @@ def field_prefix(
 def joint_layer(
     hidden: Tensor,
     weights: LayerWeights,
-    query_table: Table,
-    key_table: Table,
+    table: Table,
     keys: Tensor,
     values: Tensor,
     prefix_bias: Tensor,
@@ -190,20 +191,21 @@ def joint_layer(
 
     Args:
         hidden, weights: The input.
-        query_table, key_table, prefix_bias, own_bias: See `field_tables`.
+        table, prefix_bias, own_bias: See `field_tables`.
         keys, values: The prefix's, (B, G, P, D), the keys float32.
         shape: The rest.
     """
     states = _heads(hidden, weights, shape)
     (n, _, length, _), num_prefix = states.shape, keys.shape[2]
-    query, own_keys, own_values = states.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    rows = _rows(rotate(query, query_table), shape)  # (B, G, R, H / G T, D)
-    own_keys = _own(rotate(own_keys, key_table), shape).float()
-    own_values = _own(own_values, shape).to(values.dtype)
+    turned, own_values = states.split([shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
+    query, own_keys = rotate(turned, table).split([shape.heads, shape.kv_heads], dim=1)
+    rows = _rows(query, shape)  # (B, G, R, H / G T, D)
+    own_keys, own_values = _own(own_keys, shape).float(), _own(own_values, shape).to(values.dtype)
     of_prefix = torch.matmul(rows.flatten(2, 3), keys.transpose(-1, -2)).view(*rows.shape[:-1], num_prefix)
-    of_own = torch.matmul(rows, own_keys.transpose(-1, -2)).unflatten(3, (-1, length)) + own_bias
+    of_own = torch.matmul(rows, own_keys.transpose(-1, -2)).unflatten(3, (-1, length))
+    of_own = masked(of_own, own_bias, shape).flatten(3, 4)
     probs = (
-        torch.cat([of_prefix + prefix_bias, of_own.flatten(3, 4)], dim=-1).softmax(dim=-1).to(values.dtype)
+        torch.cat([masked(of_prefix, prefix_bias, shape), of_own], dim=-1).softmax(dim=-1).to(values.dtype)
     )
     prefix_probs, own_probs = probs.split([num_prefix, length], dim=-1)
     attended = torch.matmul(prefix_probs.flatten(2, 3), values).view(rows.shape)
@@ -224,7 +226,7 @@ def cross_layer(
     query = _heads(hidden, weights, shape)
     n, _, length, _ = query.shape
     rows = _rows(rotate(query, table), shape)
-    scores = torch.matmul(rows.flatten(2, 3), keys.transpose(-1, -2)) + bias[:, 0]
+    scores = masked(torch.matmul(rows.flatten(2, 3), keys.transpose(-1, -2)), bias[:, 0], shape)
     attended = torch.matmul(scores.softmax(dim=-1).to(values.dtype), values).view(rows.shape)
     return _finished(hidden, _tokens(attended, n, length), weights, shape)
 
@@ -317,8 +319,8 @@ def language_layer(
     turned = rotate(states[:, : heads + kv_heads], table)
     keys, values = turned[:, heads:], states[:, heads + kv_heads :]
     rows = turned[:, :heads].reshape(n, kv_heads, -1, shape.width).float()
-    scores = torch.matmul(rows, keys.float().transpose(-1, -2)).unflatten(2, (-1, length)) * shape.width**-0.5
-    probs = (scores + bias).flatten(2, 3).softmax(dim=-1).to(values.dtype)
+    scores = torch.matmul(rows, keys.float().transpose(-1, -2)).unflatten(2, (-1, length))
+    probs = masked(scores, bias, shape).flatten(2, 3).softmax(dim=-1).to(values.dtype)
     attended = torch.matmul(probs, values).view(n, heads, length, shape.width).transpose(1, 2).flatten(2)
     return _finished(hidden, attended, weights, shape), keys, values
 
