@@ -57,7 +57,7 @@ def test_a_split_product_is_nearer_to_float64_than_tf32_could_be(compiled):
     a, b = (torch.autograd.grad((y * direction).sum(), (x, weight)) for y in (expected, got))
     for x_gradient, y_gradient in zip(a, b):
         assert (x_gradient - y_gradient).norm() / x_gradient.norm() < 2e-5
-    assert call.enabled == compiled
+    assert not call.failed
 
 
 def test_the_parts_of_a_split_number_are_the_same_compiled_and_not():

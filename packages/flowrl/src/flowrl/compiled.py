@@ -37,8 +37,8 @@ BACKWARD: dict[str, bool] = {
 class Compiler:
     """Calls functions of tensors, compiled or as they are.
 
-    A compiled function is compiled anew for other shapes, dtypes and arguments that are no tensors. Where a compilation fails,
-    functions are called as they are from then on, and that is told once.
+    A compiled function is compiled anew for other shapes, dtypes and arguments that are no tensors. One whose compilation fails is
+    called as it is from then on, and that is told once.
 
     Args:
         enabled: Whether to compile.
@@ -47,10 +47,11 @@ class Compiler:
 
     def __init__(self, enabled: bool, backend: Any = "inductor") -> None:
         self.enabled, self._backend = enabled, backend
+        self.failed: set[Callable[..., Any]] = set()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`. The function is one of a module, and reads nothing beside its arguments."""
-        if not self.enabled:
+        if not self.enabled or function in self.failed:
             return function(*args)
         try:
             with (
@@ -61,7 +62,7 @@ class Compiler:
             ):
                 return _compiled(function, self._backend)(*args)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            self.enabled = False
+            self.failed.add(function)
             reason = " ".join(str(error).split())[:200]
             tell(f"torch.compile failed on {function.__name__} ({reason}); it runs without, slower")
             return function(*args)

@@ -95,7 +95,7 @@ def _replay(
     inputs = [x_0, *prefix.tensors.values()] + ([] if eps is None else [eps])
     own = () if noise is None else (*noise.parameters(), *noise.buffers())
     # A captured function keeps its noise alive, so that no other gets this number.
-    outputs = graphs.run((id(noise), policy.velocity_mode, *names), function, inputs, own)
+    outputs = graphs.run((id(noise), policy.velocity_mode, policy.compiled, *names), function, inputs, own)
     return Chain(outputs[0], outputs[1] if noise is not None else None)
 
 

@@ -67,7 +67,13 @@ class FusedField:
                 weights = self._weights(layer, n in joint)
                 if n in joint:
                     place = joint.index(n)
-                    states = (for_joint, joint_keys[place], joint_values[place], bias, own_bias)
+                    states: tuple[Any, ...] = (
+                        for_joint,
+                        joint_keys[place],
+                        joint_values[place],
+                        bias,
+                        own_bias,
+                    )
                     self._layers.append(self._prepared(layers.joint_layer, weights, states))
                 else:
                     place = cross.index(n)

@@ -103,7 +103,7 @@ class FlowPolicy(ABC):
 
     @property
     def compiled(self) -> bool:
-        """Whether functions of it are compiled; see `flowrl.compiled`."""
+        """Whether its functions are compiled, all of them; see `flowrl.compiled`."""
         return False
 
     def sampling_batch(self, count: int) -> int:

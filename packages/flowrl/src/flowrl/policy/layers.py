@@ -127,7 +127,8 @@ def field_tables(pad_mask: Tensor, length: int, shape: Shape) -> tuple[Table, Ta
     """What all layers of the expert share, from `pad_mask` (B, P).
 
     Returns:
-        The rotary tables of the joint layers and of the cross layers. The bias of the prefix (B, 1, 1, 1, P), and of a chunk's own tokens, which see those up to them, (T, T).
+        The rotary tables of the joint layers and of the cross layers. The bias of the prefix (B, 1, 1, 1, P), and of a chunk's
+        own tokens, which see those up to them, (T, T).
     """
     steps = torch.arange(length, device=pad_mask.device)
     offset = pad_mask.sum(dim=-1)[:, None, None].expand(-1, shape.repeats, 1).flatten(0, 1)

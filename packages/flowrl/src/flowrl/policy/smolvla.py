@@ -145,7 +145,7 @@ class SmolVLAFlowPolicy(LeRobotFlowPolicy):
 
     @property
     def compiled(self) -> bool:
-        return self._compiler.enabled
+        return self._compiler.enabled and not self._compiler.failed
 
     def sampling_batch(self, count: int) -> int:
         """Fused: the next of few sizes, so that few graphs are captured and all rounds of a rollout run the same kernels."""
