@@ -2,6 +2,7 @@
 
     python benchmarks/policy.py --json policy.json                             # 450 M parameters, random weights: a GPU
     python benchmarks/policy.py --policy models/chess-tiny --batches 2 4       # any policy folder; a CPU too
+    python benchmarks/policy.py --batches 16 1 --velocity split tf32 --compile off on
 
 Both run on the same observations and noise, alternating, and the medians are compared. The observations are random
 pictures; no simulator is needed. The floor is the larger of two times: counted operations over the rate of a large matrix

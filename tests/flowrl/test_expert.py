@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lerobot.configs.types import FeatureType, NormalizationMode
 from lerobot.policies.common.vla_utils import make_att_2d_masks
 from safetensors.torch import load_file, save_file
 from small_smolvla import SMALL, statistics
@@ -17,6 +18,7 @@ from flowrl.compiled import Compiler
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.policy.layers import embed_pixels
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.policy.split_product import split_linear, weight_parts
@@ -269,6 +271,39 @@ def test_a_fused_chunk_from_images_is_lerobots_to_a_hundredth_of_a_degree(fused,
     chain = sample_chain(fused, fused.encode(observation, tasks(3)), x_0)
     expected = fused.predict_action_chunk(observation, tasks(3), x_0)
     assert (fused.unnormalize(chain.actions[..., :6]) - expected).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("height", [48, 64])
+def test_pixels_are_lerobots_bit_for_bit_and_patches_up_to_rounding(fused, make_observation, tasks, height):
+    """Images that are resized and padded, and such that have the size."""
+    observation = make_observation(2)
+    observation["pixels"] = {
+        name: np.random.default_rng(0).integers(0, 256, (2, height, 64, 3), dtype=np.uint8)
+        for name in observation["pixels"]
+    }
+    expected, _ = fused.module.prepare_images(fused.prepare(observation, tasks(2)))
+    levels, vlm = list(fused.prepare_levels(observation, tasks(2))[1].values()), fused._fused_vlm
+    whole = [vlm._pixel_values[image.int()] for image in levels]
+    pixels = whole if height == 64 else [vlm._resized(image, (64, 64)) for image in levels]
+    for ours, image in zip(pixels, expected):
+        assert torch.equal(ours.permute(0, 3, 1, 2), image)
+    convolution = vlm._vlm.vision_model.embeddings.patch_embedding
+    patches = convolution(torch.cat(expected)).flatten(2).transpose(1, 2)
+    products = embed_pixels(pixels, convolution.weight, convolution.bias, torch.zeros(1), 16)
+    torch.testing.assert_close(products, patches, rtol=1e-5, atol=1e-5)
+
+
+def test_processors_that_change_images_keep_lerobots_encoder(fused, make_observation, tasks, monkeypatch):
+    assert fused.reads_levels
+    monkeypatch.setattr(fused._normalizer, "norm_map", {FeatureType.VISUAL: NormalizationMode.MEAN_STD})
+    assert not fused.reads_levels
+    monkeypatch.undo()
+    monkeypatch.setattr(type(fused), "reads_levels", False)
+    mine = fused.encode(make_observation(2), tasks(2)).tensors["keys"]
+    monkeypatch.undo()
+    torch.testing.assert_close(
+        mine, fused.encode(make_observation(2), tasks(2)).tensors["keys"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_the_fused_encoder_masks_an_absent_camera(folder_copy, make_observation, tasks):
