@@ -43,16 +43,19 @@ class _SplitLinear(torch.autograd.Function):
 
 def _parts(x: Tensor, low: int) -> Tensor:
     """(n, k) -> [x_h, x_h, x_l] (n, 3 k) bfloat16 with low 2, [x_h, x_l, x_h] with low 1."""
+    if not torch.compiler.is_compiling():  # in two passes
+        parts = x.new_empty(x.shape[0], 3, x.shape[1], dtype=torch.bfloat16)
+        parts.copy_(x[:, None])
+        torch.sub(x, parts[:, 0], out=parts[:, low])
+        return parts.flatten(1)
     high = _rounded(x)
-    parts = [high.to(torch.bfloat16)] * 3
-    parts[low] = (x - high).to(torch.bfloat16)
-    return torch.cat(parts, dim=1)
+    each = [high.to(torch.bfloat16)] * 3
+    each[low] = (x - high).to(torch.bfloat16)
+    return torch.cat(each, dim=1)
 
 
 def _rounded(x: Tensor) -> Tensor:
     """The nearest bfloat16 numbers, as float32; by their bits, since a compiler may take two conversions for none."""
-    if not torch.compiler.is_compiling():
-        return x.to(torch.bfloat16).float()
     bits = x.view(torch.int32)
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000).view(torch.float32)
 
