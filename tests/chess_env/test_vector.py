@@ -355,18 +355,31 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize(
-    ("environ", "device"),
+    ("environ", "num_devices", "device"),
     [
-        ({}, None),
-        ({"LOCAL_RANK": "1"}, "1"),
-        ({"LOCAL_RANK": "1", "MUJOCO_EGL_DEVICE_ID": "0"}, None),
-        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3"}, "0"),
-        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"}, "0"),
-        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, "1"),
+        ({}, 8, None),
+        ({"LOCAL_RANK": "1"}, 8, "1"),
+        ({"LOCAL_RANK": "1"}, 1, "0"),  # the software renderer of a machine without a GPU
+        ({"LOCAL_RANK": "1"}, 0, None),
+        ({"LOCAL_RANK": "1", "MUJOCO_EGL_DEVICE_ID": "0"}, 8, None),
+        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3"}, 8, "0"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"}, 8, "0"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, 8, "1"),
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 2, "1"),
     ],
 )
-def test_each_rank_renders_on_a_visible_device_of_its_own(environ, device):
-    assert choose_egl_device(environ) == device
+def test_each_rank_renders_on_a_visible_device_of_its_own(environ, num_devices, device):
+    assert choose_egl_device(environ, num_devices) == device
+
+
+def test_every_rank_renders_on_a_machine_with_fewer_devices_than_ranks():
+    code = """
+import gymnasium
+env = gymnasium.make("chess_env:ChessPick-v0", image_size=32, distractors=0)
+print(env.reset(seed=0)[0]["pixels"]["top"].std() > 10)
+"""
+    result = run_python(code, LOCAL_RANK="50")
+    assert (result.stdout.strip(), result.stderr) == ("True", "")
 
 
 def test_opengl_backend_follows_the_variable_and_defaults_to_egl_on_linux():

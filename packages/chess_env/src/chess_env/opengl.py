@@ -29,17 +29,21 @@ def choose_backend(environ: Mapping[str, str], platform: str) -> str:
     )
 
 
-def choose_egl_device(environ: Mapping[str, str]) -> str | None:
+def choose_egl_device(environ: Mapping[str, str], num_devices: int) -> str | None:
     """Device id for `MUJOCO_EGL_DEVICE_ID` in a process of a multi-GPU job, None to leave MuJoCo's choice.
 
-    Each rank (`LOCAL_RANK`) renders on a device of its own, counted among the visible ones; an id that is already set
-    stays.
+    Each rank (`LOCAL_RANK`) renders on a device of its own, counted among the visible ones, as long as EGL has so many; an
+    id that is already set stays.
+
+    Args:
+        environ: The process's variables.
+        num_devices: How many devices EGL offers; without a GPU there is one, the software renderer.
     """
     rank = environ.get("LOCAL_RANK", "")
-    if "MUJOCO_EGL_DEVICE_ID" in environ or not rank.isdigit():
+    if "MUJOCO_EGL_DEVICE_ID" in environ or not rank.isdigit() or num_devices < 1:
         return None
     visible = [part for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    return str(int(rank) % len(visible)) if visible else rank
+    return str(int(rank) % min(len(visible) or num_devices, num_devices))
 
 
 def has_display() -> bool:

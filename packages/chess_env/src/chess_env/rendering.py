@@ -34,10 +34,11 @@ def _context_class(backend: str) -> Any:
     if backend == "none":
         raise RenderingError("OpenGL is turned off")
     if backend == "egl":
-        device = choose_egl_device(os.environ)
+        from mujoco.egl import GLContext, egl_ext
+
+        device = choose_egl_device(os.environ, len(egl_ext.eglQueryDevicesEXT()))
         if device is not None:
             os.environ["MUJOCO_EGL_DEVICE_ID"] = device
-        from mujoco.egl import GLContext
     elif backend == "osmesa":
         from mujoco.osmesa import GLContext
     elif backend == "glfw":
