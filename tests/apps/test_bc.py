@@ -76,6 +76,7 @@ def test_the_record_says_how_it_was_made(stages):
         (["--policy", "/nothing/here"], "does not exist"),
         (["--demos", "/nothing/here"], "make one with chess-demos"),
         (["--preset", "/nothing/here.json"], "no such file"),
+        (["--record.near-fraction", "2"], "--record.near-fraction 2"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, tmp_path, capsys, monkeypatch):

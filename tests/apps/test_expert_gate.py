@@ -32,7 +32,11 @@ def test_two_scenes_of_all_kinds_are_tried_and_printed(capsys):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [({"episodes": 0}, "--episodes 0: at least 1"), ({"pieces": "ace"}, "pieces='ace' has")],
+    [
+        ({"episodes": 0}, "--episodes 0: at least 1"),
+        ({"workers": 0}, "--workers 0: at least 1"),
+        ({"pieces": "ace"}, "pieces='ace' has"),
+    ],
 )
 def test_wrong_flag_is_one_readable_line(flags, message):
     with pytest.raises(FlowRLError, match=message):

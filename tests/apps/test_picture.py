@@ -54,6 +54,20 @@ def test_arms_need_a_file_to_compare_with(tmp_path):
         run(PictureConfig(view="arms", out=str(tmp_path / "arms.png")))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"size": 0}, "--size 0: from 16 to 2048"),
+        ({"size": 9000}, "--size 9000"),
+        ({"frame": -1}, "--frame -1: at least 0"),
+    ],
+)
+def test_wrong_number_is_one_readable_line(flags, message, tmp_path):
+    with pytest.raises(FlowRLError, match=message):
+        run(PictureConfig(out=str(tmp_path / "a.png"), **flags))
+    assert list(tmp_path.iterdir()) == []
+
+
 def project(model, data, camera, point_w, side):
     """(column, row) of a point [px] in a square image, and its depth [m]."""
     x, y, z = data.cam(camera).xmat.reshape(3, 3).T @ (point_w - data.cam(camera).xpos)

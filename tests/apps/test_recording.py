@@ -1,6 +1,7 @@
 """Recording: pure functions of (seed, index), kept episodes are clean lifts, datasets are LeRobot's."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from chess_apps.demonstrations import Demonstrations
 from chess_apps.demos import record_dataset
 from chess_apps.recording import Recorder, record_episodes
 from chess_env import so101
+from chess_env.errors import ChessEnvError
 from flowrl.errors import FlowRLError
 
 SMALL = RecordConfig(episodes=3, image_size=32, distractors=(0, 3), workers=2)
@@ -154,3 +156,38 @@ def test_an_interrupted_recording_is_continued_and_not_mixed(tmp_path, dataset):
 def test_no_dataset_is_one_line(tmp_path):
     with pytest.raises(FlowRLError, match=r"info\.json is missing; make one with chess-demos"):
         Demonstrations.from_lerobot(tmp_path, chunk_size=50, stride=6)
+
+
+def test_a_dataset_in_radians_is_refused(tmp_path):
+    with Recorder(SMALL, stride=1) as recorder:  # a dataset has every frame
+        episode = recorder.record(0)
+    from chess_apps import demos
+
+    demos._write(
+        tmp_path / "radians",
+        [replace(episode, targets=np.radians(episode.targets))],
+        DemosConfig(out="x", record=SMALL),
+    )
+    with pytest.raises(FlowRLError, match="looks like radians: five joints in degrees"):
+        Demonstrations.from_lerobot(tmp_path / "radians", chunk_size=50, stride=6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"episodes": 0}, "--record.episodes 0: at least 1"),
+        ({"workers": 0}, "--record.workers 0: at least 1"),
+        ({"near_fraction": 1.5}, "--record.near-fraction 1.5: a share from 0 to 1"),
+        ({"image_size": 5}, "image_size=5"),
+        ({"distractors": (3, 99)}, r"distractors=\(3, 99\)"),
+        ({"seed": -1}, "seed=-1"),
+        ({"first_index": -1}, "first_index=-1"),
+        ({"variety": -1.0}, "variety=-1.0"),
+    ],
+)
+def test_a_wrong_flag_is_one_readable_line_and_leaves_nothing(flags, message, tmp_path):
+    config = DemosConfig(out=str(tmp_path / "picks"), record=replace(SMALL, **flags))
+    with pytest.raises((FlowRLError, ChessEnvError), match=message) as caught:
+        record_dataset(config)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

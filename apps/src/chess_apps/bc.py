@@ -13,6 +13,7 @@ from torch import Tensor
 from chess_apps.clone import Batches, clone, reset_expert, write_record
 from chess_apps.config import CloneConfig
 from chess_apps.demonstrations import Demonstrations
+from chess_apps.recording import check_recording, record_episodes
 from chess_env.env import CAMERAS
 from flowrl.errors import FlowRLError
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
@@ -107,6 +108,8 @@ def check(config: CloneConfig) -> None:
         )
     if config.preset is not None and not Path(config.preset).is_file():
         raise FlowRLError(f"--preset {config.preset}: no such file")
+    if config.demos is None:
+        check_recording(config.record)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise FlowRLError("--device cuda: torch sees no CUDA device; use --device cpu")
 
@@ -127,8 +130,6 @@ def load_demonstrations(config: CloneConfig) -> Demonstrations:
     chunk_size = 50
     if config.demos is not None:
         return Demonstrations.from_lerobot(Path(config.demos), chunk_size=chunk_size, stride=config.stride)
-    from chess_apps.recording import record_episodes
-
     return Demonstrations.from_episodes(
         record_episodes(config.record, stride=config.stride), cameras=CAMERAS, chunk_size=chunk_size
     )

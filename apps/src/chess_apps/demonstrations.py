@@ -110,6 +110,7 @@ class Demonstrations:
         ]
         episode_of = np.asarray(columns["episode_index"])
         actions = np.stack(columns["action"]).astype(np.float32)
+        check_degrees(actions, root)
         return cls.from_episodes(
             (
                 _read_episode(dataset, np.flatnonzero(episode_of == number), actions, cameras, stride)
@@ -117,6 +118,20 @@ class Demonstrations:
             ),
             cameras=cameras,
             chunk_size=chunk_size,
+        )
+
+
+def check_degrees(actions: npt.NDArray[np.float32], source: Path) -> None:
+    """Refuse joint targets, shape (F, 6), that are radians: the five arm joints of a pick pass 3.2 degrees at once.
+
+    Raises:
+        FlowRLError: No arm joint's target is beyond half a turn in radians.
+    """
+    largest = float(np.abs(actions[:, :5]).max())
+    if largest <= np.pi:
+        raise FlowRLError(
+            f"{source}: no arm joint's target exceeds {largest:.2f}, which looks like radians: five joints in degrees and the "
+            "gripper in 0 to 100 are needed, as LeRobot records an SO-101 with use_degrees"
         )
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from chess_apps.config import DemosConfig, RecordConfig
 from chess_apps.demonstrations import VIDEO_BACKEND, EpisodeRecord
-from chess_apps.recording import CAMERAS, FPS, JOINT_NAMES, Recorder, worker_pool
+from chess_apps.recording import CAMERAS, FPS, JOINT_NAMES, Recorder, check_recording, worker_pool
 from flowrl.errors import FlowRLError
 
 BLOCK_EPISODES = 25
@@ -28,11 +28,13 @@ def record_dataset(config: DemosConfig) -> Path:
     """Record ``config.record.episodes`` scenes into the LeRobotDataset folder ``config.out``.
 
     Raises:
-        FlowRLError: the folder exists already, or an unfinished recording there was made with other settings.
+        FlowRLError: the folder exists already, an unfinished recording there was made with other settings, or a flag is
+            outside what is allowed.
     """
     out = Path(config.out)
     if out.exists():
         raise FlowRLError(f"--out {out} exists already; choose another folder or remove it")
+    check_recording(config.record)
     parts = out.with_name(out.name + ".parts")
     _claim(parts, config)
     record = config.record

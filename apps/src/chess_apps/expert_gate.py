@@ -34,8 +34,9 @@ class Outcome:
 def run(config: ExpertConfig) -> None:
     """Print every scene that failed, and the share of clean lifts with its Wilson interval: all of them, by kind of piece
     and by number of distractors."""
-    if config.episodes < 1:
-        raise FlowRLError(f"--episodes {config.episodes}: at least 1 is needed")
+    for name in ("episodes", "workers"):
+        if getattr(config, name) < 1:
+            raise FlowRLError(f"--{name} {getattr(config, name)}: at least 1 is needed")
     make_env(config).close()  # a wrong flag is reported before any process starts
     blocks = np.array_split(np.arange(config.episodes), min(config.episodes, 4 * config.workers))
     outcomes: list[Outcome] = []

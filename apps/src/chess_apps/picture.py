@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from chess_apps.config import PictureConfig
 from chess_env import board
+from chess_env.config import IMAGE_SIZE_LIMITS
 from chess_env.env import ChessPickEnv
 from chess_env.expert import Expert
 from chess_env.rendering import OffscreenRenderer
@@ -35,8 +36,14 @@ def run(config: PictureConfig) -> None:
     """Let the expert pick for some frames and write the pictures.
 
     Raises:
-        FlowRLError: the expert has no plan, no --robot to compare with, or a file that cannot be written.
+        FlowRLError: a flag is outside what is allowed, the expert has no plan, no --robot to compare with, or a file that
+            cannot be written.
     """
+    low, high = IMAGE_SIZE_LIMITS
+    if not low <= config.size <= high:
+        raise FlowRLError(f"--size {config.size}: from {low} to {high} pixels is allowed")
+    if config.frame < 0:
+        raise FlowRLError(f"--frame {config.frame}: at least 0 is needed")
     out = Path(config.out)
     if config.view != "all":
         _write(out, draw(config, config.view))

@@ -1,8 +1,11 @@
 """The scripted expert, recorded: one episode from (seed, index), many episodes from a pool of processes."""
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +17,8 @@ from chess_apps.demonstrations import EpisodeRecord
 from chess_env import so101
 from chess_env.env import CAMERAS, ChessPickEnv
 from chess_env.expert import Expert, ExpertConfig
+from chess_env.layout import check_seed
+from flowrl.errors import FlowRLError
 
 FPS = 30
 JOINT_NAMES = tuple(f"{name}.pos" for name in so101.JOINT_NAMES)
@@ -78,6 +83,24 @@ class Recorder:
         )
 
 
+def check_recording(config: RecordConfig) -> None:
+    """Refuse, in one line, what no worker could record, before anything is written.
+
+    Raises:
+        FlowRLError: A number is outside what is allowed.
+        ChessEnvError: The environment or the expert refuses its part of the flags.
+    """
+    for name in ("episodes", "workers"):
+        if getattr(config, name) < 1:
+            raise FlowRLError(f"--record.{name} {getattr(config, name)}: at least 1 is needed")
+    if not 0 <= config.near_fraction <= 1:
+        raise FlowRLError(f"--record.near-fraction {config.near_fraction}: a share from 0 to 1 is needed")
+    check_seed(config.seed)
+    check_seed(config.first_index, "first_index")
+    expert_config(config)
+    Recorder(config, stride=1).env.close()
+
+
 def expert_config(config: RecordConfig) -> ExpertConfig:
     """The expert's part of the recording flags."""
     return ExpertConfig(
@@ -88,13 +111,43 @@ def expert_config(config: RecordConfig) -> ExpertConfig:
     )
 
 
+@contextmanager
 def worker_pool(
     num_workers: int, initializer: Callable[..., None] | None = None, initargs: tuple[Any, ...] = ()
-) -> ProcessPoolExecutor:
-    """Spawned processes: nothing of this process (OpenGL, torch, threads) is inherited."""
-    return ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=initializer, initargs=initargs
+) -> Iterator[ProcessPoolExecutor]:
+    """Spawned processes: nothing of this process (OpenGL, torch, threads) is inherited.
+
+    An error or Ctrl-C in the body ends the workers at once, whatever they are doing, and without a word of theirs.
+
+    Raises:
+        FlowRLError: A worker died.
+    """
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        num_workers,
+        multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(initializer, initargs),
     )
+    try:
+        yield pool
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise FlowRLError(
+                f"one of {num_workers} worker processes died, perhaps for lack of memory: run it again with fewer workers"
+            ) from error
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _begin_worker(initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair: it ends the workers
+    if initializer is not None:
+        initializer(*initargs)
 
 
 def record_episodes(config: RecordConfig, *, stride: int) -> Iterator[EpisodeRecord]:
