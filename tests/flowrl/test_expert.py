@@ -328,7 +328,8 @@ def test_the_check_compares_the_fast_chunks_with_the_librarys(fused, make_observ
 
 def test_a_checkpoint_records_how_the_velocity_was_computed(fused, tmp_path):
     folder = save_checkpoint(tmp_path / "checkpoint", fused)
-    assert json.loads((folder / "flowrl.json").read_text())["velocity"] == fused.velocity_mode
+    record = json.loads((folder / "flowrl.json").read_text())
+    assert (record["velocity"], record["compiled"]) == (fused.velocity_mode, False)
     assert SmolVLAFlowPolicy.load(folder).velocity_mode == "exact"
 
 
