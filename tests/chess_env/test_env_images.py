@@ -45,6 +45,29 @@ def test_piece_appears_where_the_camera_geometry_puts_it():
     env.close()
 
 
+def test_wrist_image_shows_the_piece_where_the_camera_geometry_puts_it():
+    """The same by hand for the camera on the gripper, in scenes where the whole piece is in view."""
+    env = ChessPickEnv(image_size=(200, 120), distractors=0, randomization="none", pieces="pawn")
+    compared = 0
+    for index in range(50):
+        observation, _ = env.reset(seed=2, options={"index": index})
+        model, data = env.simulation.scene.model, env.simulation.data
+        camera = model.camera("wrist").id
+        target = env.simulation.scene.pieces[env.simulation.target_slot]
+        point = data.xpos[target.body_id] + np.array([0, 0, 0.025]) - data.cam_xpos[camera]
+        x, y, z = data.cam_xmat[camera].reshape(3, 3).T @ point
+        focal = 100 / np.tan(np.radians(model.cam_fovy[camera]) / 2)
+        column, row = 60 + focal * x / -z, 100 - focal * y / -z
+        if not (15 < column < 105 and 30 < row < 170 and abs(row - 100) > 15):
+            continue
+        image = observation["pixels"]["wrist"].astype(int)
+        rows, columns = np.nonzero((image.min(axis=2) > 150) & (np.ptp(image, axis=2) < 25))
+        assert abs(columns.mean() - column) < 6 and abs(rows.mean() - row) < 8, index
+        compared += 1
+    assert compared >= 5
+    env.close()
+
+
 def test_environments_of_one_process_do_not_mix_their_images():
     envs = [ChessPickEnv(**SMALL) for _ in range(3)]
     for index, env in enumerate(envs):
@@ -143,6 +166,48 @@ def test_another_thread_is_refused_clearly(pixel_env):
     thread.join()
     assert isinstance(caught[0], RenderingError) and "thread" in str(caught[0])
     pixel_env.reset(seed=0)
+
+
+THREADS = """
+import threading
+from chess_env.env import ChessPickEnv
+from chess_env.errors import RenderingError
+
+def images(index, keep):
+    env = ChessPickEnv(image_size=48, distractors=0)
+    seen = []
+    for _ in range(4):
+        observation, _ = env.reset(seed=5, options={"index": index})
+        seen += [image.tobytes() for image in observation["pixels"].values()]
+    keep.append(env)
+    return seen
+
+alone, together, left_open = {}, {}, []
+for index in (0, 1):
+    alone[index] = images(index, left_open)
+    left_open.pop().close()
+def work(index):
+    together[index] = images(index, left_open)
+threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(together == alone)
+try:
+    left_open[0].close()
+except RenderingError as error:
+    print(error)
+"""
+
+
+def test_environments_of_two_threads_render_the_same_and_need_no_close():
+    result = run_python(THREADS)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.splitlines() == [
+        "True",
+        "an environment is closed in the thread of its first image only",
+    ]
 
 
 @pytest.mark.parametrize("backend", ["glfw", "vulkan", "off"])

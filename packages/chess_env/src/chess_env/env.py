@@ -51,8 +51,9 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     | 4     | wrist_roll    | deg              | -157.21 | 157.21 |
     | 5     | gripper       | 0 closed, 100 open | 0.00  | 100.00 |
 
-    A target outside is clipped to the limits and counted in `info["num_clipped_targets"]`; a wrong shape or a value that
-    is not finite is an `ActionError`, before anything moves.
+    At 0, 50 and 100 the finger tips are 3, 75 and 107 mm apart along the jaws' axis. A target outside is clipped to the limits
+    and counted in `info["num_clipped_targets"]`; a wrong shape or a value that is not finite is an `ActionError`, before
+    anything moves.
 
     ## Observation
     | key                | shape     | dtype   | what                                                                     |

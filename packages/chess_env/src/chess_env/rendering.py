@@ -67,7 +67,7 @@ class OffscreenRenderer:
         self._context: mujoco.MjrContext | None = None
         self._gl: Any = None
         self._model = model
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self._pid = os.getpid()
         buffer = model.vis.global_
         buffer.offheight = max(buffer.offheight, max_size[0])
@@ -119,7 +119,7 @@ class OffscreenRenderer:
         """
         if self._context is None:
             raise RenderingError("the renderer is closed: make a new environment")
-        if threading.get_ident() != self._thread or os.getpid() != self._pid:
+        if not self._is_of_this_thread() or os.getpid() != self._pid:
             raise RenderingError("an environment renders in the thread and process of its first image only")
         if size[0] > self._max_size[0] or size[1] > self._max_size[1]:
             raise RenderingError(
@@ -156,11 +156,21 @@ class OffscreenRenderer:
         mujoco.mjr_readPixels(pixels, None, viewport, self._context)
         return np.ascontiguousarray(pixels[::-1])  # OpenGL's first row is the bottom
 
+    def _is_of_this_thread(self) -> bool:
+        """An OpenGL context stays with the thread that opened it, also when that has ended."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
-        """Free the context; may be called more than once. A forked copy frees nothing, it owns nothing."""
+        """Free the context; may be called more than once. A forked copy frees nothing, it owns nothing.
+
+        Raises:
+            RenderingError: Called from another thread.
+        """
         if self._pid != os.getpid():
             self._context, self._gl = None, None
             return
+        if self._context is not None and not self._is_of_this_thread():
+            raise RenderingError("an environment is closed in the thread of its first image only")
         context, self._context = self._context, None
         gl, self._gl = self._gl, None
         if context is not None:
@@ -169,6 +179,13 @@ class OffscreenRenderer:
         if gl is not None:
             gl.free()
         _open.discard(self)
+
+    def end(self) -> None:
+        """At the end of the process: close it, or end the context of another thread, whose objects go with it."""
+        if self._is_of_this_thread():
+            self.close()
+        elif self._gl is not None:
+            self._gl.free()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -179,7 +196,7 @@ class OffscreenRenderer:
 def _close_all() -> None:
     """Free what is still open at exit, before MuJoCo ends the display."""
     for renderer in list(_open):
-        renderer.close()
+        renderer.end()
 
 
 def _close_at_exit() -> None:

@@ -49,8 +49,9 @@ GRASP_POINT = np.array([FIXED_JAW_X + 0.0145, 0.0, TIP_Z])
 """Between the finger tips of a gripper that is open for a piece [m], gripper frame."""
 GRASP_POINT.setflags(write=False)
 # Inner distance between the finger tips [m] at gripper angles [rad]. Source: forward kinematics of this model.
-_OPENING_ANGLE = np.array([-0.17, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-_OPENING_WIDTH = np.array([-0.0048, 0.0082, 0.0239, 0.0395, 0.0543, 0.0678, 0.0794]) - FIXED_JAW_X
+_OPENING_ANGLE = np.array([-0.17, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.7453292])
+_OPENING_X = [-0.0048, 0.0082, 0.0239, 0.0395, 0.0543, 0.0678, 0.0794, 0.0886, 0.0950, 0.0985, 0.0991]
+_OPENING_WIDTH = np.array(_OPENING_X) - FIXED_JAW_X
 
 HOME_QPOS = np.array([-0.0374, -0.8807, 0.2215, 1.4443, -1.5750, 0.25])
 """Start pose [rad], shape (6,): finger tips at (0.22, 0, 0.18) m, camera turned outwards over the board. Low
@@ -207,7 +208,7 @@ def gripper_angle(opening_m: float) -> float:
 
 
 def gripper_opening(angle: float) -> float:
-    """Distance between the finger tips [m] at a gripper ``angle`` [rad]."""
+    """Distance between the finger tips along the jaws' axis [m] at a gripper ``angle`` [rad]: 3 mm closed, 107 mm open."""
     return float(np.interp(angle, _OPENING_ANGLE, _OPENING_WIDTH))
 
 
