@@ -63,18 +63,35 @@ def main() -> None:
             for side in SIDES:
                 flags = args.after_flags.split() if side == "after" else []
                 lines[side].append(train(Path(scratch) / side, f"run{repeat}", args, flags))
-                print(f"{side}: " + ", ".join(f"{name} {total(lines[side][-1], name):.1f}" for name in PARTS))
-        machine = machine_of(Path(scratch) / "after/run0")
+                print(
+                    f"{side}: " + ", ".join(f"{name} {total(lines[side][-1], name):.1f}" for name in PARTS),
+                    flush=True,
+                )
+            machine = machine_of(Path(scratch) / "after/run0")
+            write(args, commits, lines, machine)  # after each repeat: what is cut off leaves the whole ones
+
+
+def write(
+    args: argparse.Namespace,
+    commits: dict[str, str],
+    lines: dict[str, list[list[dict[str, Any]]]],
+    machine: dict[str, Any],
+) -> None:
+    """The result of the repeats so far."""
     result = {side: {"commit": commits[side]} | summary(lines[side]) for side in SIDES}
-    same = [{tuple(line[name] for name in SAME) for run in lines[side] for line in run} for side in SIDES]
-    ratio = result["before"]["iteration_s"] / result["after"]["iteration_s"]
-    print(f"{ratio:.2f} times as fast; the same episodes: {'yes' if same[0] == same[1] else 'no'}")
-    content = (
-        result | {"ratio": ratio, "same_episodes": same[0] == same[1], "commit": commits["after"]} | machine
-    )
-    content["command"] = shlex.join(["python", "benchmarks/against_commit.py", *sys.argv[1:]])
+    seen = [{tuple(line[name] for name in SAME) for run in lines[side] for line in run} for side in SIDES]
+    same, ratio = seen[0] == seen[1], result["before"]["iteration_s"] / result["after"]["iteration_s"]
+    print(f"{ratio:.2f} times as fast; the same episodes: {'yes' if same else 'no'}", flush=True)
+    facts = {
+        "ratio": ratio,
+        "same_episodes": same,
+        "after_flags": args.after_flags,
+        "commit": commits["after"],
+    }
+    facts["command"] = shlex.join(["python", "benchmarks/against_commit.py", *sys.argv[1:]])
     words = [word for word in args.after_flags.split() if not word.startswith("-")]
-    write_json(args.out / f"{'-'.join(['cpu-against', commits['before'][:7], *words])}.json", content)
+    name = "-".join(["cpu-against", commits["before"][:7], *words])
+    write_json(args.out / f"{name}.json", result | facts | machine)
 
 
 def commit_of(name: str) -> str:
