@@ -68,6 +68,15 @@ def test_expert_is_measured_without_an_image(play, no_images):
         assert episode["lift_mm"] > 40 and episode["close_lateral_mm"] < 10
 
 
+def test_success_is_printed_with_its_counts_and_interval(no_images, capsys):
+    run(replace(SHORT, episodes=4))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:4]] == [f"scene 9300003:{index}" for index in range(4)]
+    assert all("timeout after 15 frames" in line for line in lines[:4])
+    # Wilson, z = 1.96: 3.84 / (4 + 3.84) = 49.0 %
+    assert lines[4] == "success 0/4 = 0.0% (0.0% to 49.0%), clean lifts 0"
+
+
 @pytest.mark.parametrize("agent", ["random", "zero"])
 def test_other_scripted_agents_are_repeatable_and_need_no_image(agent, play, no_images):
     content = play(replace(SHORT, agent=agent))

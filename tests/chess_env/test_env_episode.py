@@ -228,6 +228,8 @@ def test_nan_in_the_simulation_ends_the_episode_as_unstable(env, field, tmp_path
     observation, reward, terminated, truncated, info = env.step(hold(observation))
     assert terminated and not truncated and not info["is_success"]
     assert info["episode_metrics"]["end"] == "unstable" and not info["episode_metrics"]["success"]
+    metric, reduction = env.metadata["log_metrics"]["unstable"]  # so that a trainer's log counts it
+    assert info["episode_metrics"][metric] is True and reduction == "mean"
     assert np.isfinite(reward) and env.observation_space.contains(observation)
     observation, _ = env.reset(seed=0)
     assert not env.step(hold(observation))[2]

@@ -69,15 +69,23 @@ def test_wrist_image_shows_the_piece_where_the_camera_geometry_puts_it():
 
 
 def test_environments_of_one_process_do_not_mix_their_images():
-    envs = [ChessPickEnv(**SMALL) for _ in range(3)]
+    """Of different models and buffers, so that one drawn in another's OpenGL context shows it."""
+    kinds = (
+        {"image_size": 48},
+        {"image_size": (80, 112), "pieces": "all", "task": "square"},
+        {"image_size": 64, "offsamples": 4, "distractors": 2},
+        {"image_size": 48, "render_mode": "rgb_array"},
+    )
+    envs = [ChessPickEnv(**kind) for kind in kinds]
     for index, env in enumerate(envs):
         env.reset(seed=5, options={"index": index})
     chunk = hold({"agent_pos": to_units(envs[0].simulation.data.qpos[:6]).astype(np.float32)})
-    together = [env.step(chunk)[0]["pixels"]["wrist"] for env in envs]
-    for index in range(3):
-        alone = ChessPickEnv(**SMALL)
+    together = [env.step(chunk)[0]["pixels"] for env in envs]
+    for index, kind in enumerate(kinds):
+        alone = ChessPickEnv(**kind)
         alone.reset(seed=5, options={"index": index})
-        assert np.array_equal(alone.step(chunk)[0]["pixels"]["wrist"], together[index])
+        for camera, image in alone.step(chunk)[0]["pixels"].items():
+            assert np.array_equal(image, together[index][camera]), (kind, camera)
         alone.close()
     for env in envs:
         env.close()

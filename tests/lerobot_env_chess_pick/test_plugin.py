@@ -199,6 +199,15 @@ def test_lerobots_seed_is_the_seed_of_the_scene_at_index_0(make_envs):
     assert np.array_equal(observation["pixels"]["top"][1], same["pixels"]["top"])
 
 
+def test_without_a_seed_the_environments_differ_and_say_which_they_drew(make_envs):
+    envs = make_envs(2)
+    _, info = envs.reset(options=NEW_ROLLOUT)
+    first, second = info["seed"].tolist()
+    assert first != second and info["index"].tolist() == [0, 0]
+    _, again = envs.reset(seed=[first, second], options=NEW_ROLLOUT)
+    assert again["torch_seed"].tolist() == info["torch_seed"].tolist()
+
+
 def test_with_scene_seed_lerobots_seed_is_the_index(make_envs):
     envs = make_envs(2, scene_seed=9_300_003)
     _, info = envs.reset(seed=[4, 5], options=NEW_ROLLOUT)

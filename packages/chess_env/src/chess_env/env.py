@@ -116,7 +116,7 @@ class ChessPickEnv(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     |-----------------------|--------------------------------------------------------------------------------------------|
     | `success`, `end`      | as above                                                                                   |
     | `clean_lift`          | a success with nothing disturbed                                                           |
-    | `disturbed`, `toppled` | whether that happened, also without `early_stop`                                          |
+    | `disturbed`, `toppled`, `unstable` | whether that happened, the first two also without `early_stop`                |
     | `frames`              | control frames run                                                                         |
     | `closest_mm`          | closest approach of the jaws' grasp point to the target's                                  |
     | `close_lateral_mm`    | sideways error of the jaws when they began to close on the target; None: they never did    |

@@ -235,6 +235,7 @@ def episode_metrics(
         "clean_lift": episode.success and not episode.disturbed,
         "disturbed": episode.disturbed,
         "toppled": episode.toppled,
+        "unstable": episode.end == "unstable",
         "frames": episode.frames,
         "closest_mm": measures.closest_m * 1e3 if measures is not None and seen else None,
         "close_lateral_mm": measures.close_lateral_mm if measures is not None else None,
@@ -252,6 +253,7 @@ def log_metrics(kinds: Iterable[str]) -> dict[str, tuple]:
         "clean_lift": ("clean_lift", "mean"),
         "disturbed": ("disturbed", "mean"),
         "toppled": ("toppled", "mean"),
+        "unstable": ("unstable", "mean"),
         **{f"success_{kind}": ("success", "mean", ("piece", kind)) for kind in kinds},
         "close_mm_median": ("close_lateral_mm", "median"),
     }
