@@ -1,5 +1,6 @@
 """An episode of the environment: units, steps, ends and measures."""
 
+import mujoco
 import numpy as np
 import pytest
 
@@ -233,3 +234,20 @@ def test_nan_in_the_simulation_ends_the_episode_as_unstable(env, field, tmp_path
     assert np.isfinite(reward) and env.observation_space.contains(observation)
     observation, _ = env.reset(seed=0)
     assert not env.step(hold(observation))[2]
+
+
+def test_nan_of_a_frames_last_physics_step_reaches_neither_observation_nor_reward(env, monkeypatch):
+    """MuJoCo looks for NaN at the beginning of a step, so that it does not see this one."""
+    observation, _ = env.reset(seed=0)
+    step = mujoco.mj_step
+
+    def step_to_nan(model, data, nstep=1):
+        step(model, data, nstep)
+        data.qpos[2] = np.nan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mujoco, "mj_step", step_to_nan)
+        seen, reward, terminated, _, info = env.step(hold(observation))
+    assert terminated and info["episode_metrics"]["end"] == "unstable" and info["num_executed_frames"] == 1
+    assert np.isfinite(reward) and env.observation_space.contains(seen)
+    assert all(np.isfinite(array).all() for array in seen.values())

@@ -222,7 +222,7 @@ def test_closing_with_a_step_or_a_reset_pending_returns():
 THREADS = """
 import gymnasium, os
 def main():
-    envs = gymnasium.make_vec("chess_env:ChessPick-v0", num_envs=2, observation="state")
+    envs = gymnasium.make_vec("chess_env:ChessPick-v0", num_envs=2, observation="state", context="CONTEXT")
     envs.reset(seed=0)
     print(*[len(os.listdir(f"/proc/{p.pid}/task")) for p in envs.unwrapped.processes])
     envs.close()
@@ -232,9 +232,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_a_worker_has_one_thread(tmp_path):
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_a_worker_has_one_thread(context, tmp_path):
+    """NumPy's BLAS starts its threads when it is imported: in a spawned worker, but not in a child of the fork server."""
     script = tmp_path / "script.py"
-    script.write_text(THREADS)
+    script.write_text(THREADS.replace("CONTEXT", context))
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     result = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment
