@@ -77,6 +77,11 @@ def test_the_record_says_how_it_was_made(stages):
         (["--demos", "/nothing/here"], "make one with chess-demos"),
         (["--preset", "/nothing/here.json"], "no such file"),
         (["--record.near-fraction", "2"], "--record.near-fraction 2"),
+        (["--lr", "nan"], "--lr nan: a number above 0"),
+        (["--weight-decay", "-1"], "--weight-decay -1.0: at least 0"),
+        (["--device", "banana"], "--device banana: must be auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "--device cuda:99: torch sees"),
+        (["--out", "/dev/null/policy"], "/dev/null/policy: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, tmp_path, capsys, monkeypatch):

@@ -191,3 +191,9 @@ def test_a_wrong_flag_is_one_readable_line_and_leaves_nothing(flags, message, tm
         record_dataset(config)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_nothing_can_be_written_is_one_readable_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlowRLError, match=r"picks.parts: cannot be written \(Not a directory\)"):
+        record_dataset(DemosConfig(out=str(tmp_path / "file" / "picks"), record=SMALL))

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from flowrl.errors import FlowRLError
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.policy.tiny import build_smolvla, save_policy_folder
 from flowrl.preset import PRESET_FILE, load_preset
+from flowrl.record import writing
 
 TASK_TOKENS = 32
 """Bytes of the longest instruction; a longer one is refused, not cut."""
@@ -98,6 +101,14 @@ def check(config: CloneConfig) -> None:
     for name in ("steps", "batch", "stride"):
         if getattr(config, name) < 1:
             raise FlowRLError(f"--{name} {getattr(config, name)}: at least 1 is needed")
+    for name in ("lr", "max_grad_norm"):
+        if not (math.isfinite(getattr(config, name)) and getattr(config, name) > 0):
+            raise FlowRLError(
+                f"--{name.replace('_', '-')} {getattr(config, name)}: a number above 0 is needed"
+            )
+    for name in ("warmup", "weight_decay"):
+        if not (math.isfinite(getattr(config, name)) and getattr(config, name) >= 0):
+            raise FlowRLError(f"--{name.replace('_', '-')} {getattr(config, name)}: at least 0 is needed")
     if config.max_seconds is not None and config.max_seconds <= 0:
         raise FlowRLError(f"--max-seconds {config.max_seconds}: more than 0 is needed")
     if Path(config.out).exists():
@@ -110,8 +121,19 @@ def check(config: CloneConfig) -> None:
         raise FlowRLError(f"--preset {config.preset}: no such file")
     if config.demos is None:
         check_recording(config.record)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise FlowRLError("--device cuda: torch sees no CUDA device; use --device cpu")
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device) is None:
+        raise FlowRLError(f"--device {config.device}: must be auto, cpu, cuda or cuda:N")
+    number = int(config.device.partition(":")[2] or 0)
+    if config.device.startswith("cuda") and number >= torch.cuda.device_count():
+        raise FlowRLError(
+            f"--device {config.device}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu"
+        )
+    out = Path(config.out)
+    with writing(out):  # hours of cloning would be lost
+        out.parent.mkdir(parents=True, exist_ok=True)
+        probe = out.with_name(f".{out.name}.tmp")
+        probe.touch()
+        probe.unlink()
 
 
 def write_preset(out: Path, config: CloneConfig, demos: Demonstrations) -> None:

@@ -19,6 +19,7 @@ from chess_apps.config import DemosConfig, RecordConfig
 from chess_apps.demonstrations import VIDEO_BACKEND, EpisodeRecord
 from chess_apps.recording import CAMERAS, FPS, JOINT_NAMES, Recorder, check_recording, worker_pool
 from flowrl.errors import FlowRLError
+from flowrl.record import writing
 
 BLOCK_EPISODES = 25
 """Scenes in a block: what a killed run loses at most, for each worker."""
@@ -28,15 +29,16 @@ def record_dataset(config: DemosConfig) -> Path:
     """Record ``config.record.episodes`` scenes into the LeRobotDataset folder ``config.out``.
 
     Raises:
-        FlowRLError: the folder exists already, an unfinished recording there was made with other settings, or a flag is
-            outside what is allowed.
+        FlowRLError: the folder exists already or cannot be written, an unfinished recording there was made with other
+            settings, or a flag is outside what is allowed.
     """
     out = Path(config.out)
     if out.exists():
         raise FlowRLError(f"--out {out} exists already; choose another folder or remove it")
     check_recording(config.record)
     parts = out.with_name(out.name + ".parts")
-    _claim(parts, config)
+    with writing(parts):
+        _claim(parts, config)
     record = config.record
     blocks = [
         (first, min(BLOCK_EPISODES, record.first_index + record.episodes - first))
@@ -45,6 +47,7 @@ def record_dataset(config: DemosConfig) -> Path:
     missing = [block for block in blocks if not _block_folder(parts, block[0]).exists()]
     done = sum(size for block, size in blocks) - sum(size for block, size in missing)
     with (
+        writing(out),
         worker_pool(min(record.workers, max(len(missing), 1))) as pool,
         tqdm(total=record.episodes, initial=done, desc="recording", unit="scene", disable=None) as bar,
     ):
