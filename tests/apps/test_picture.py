@@ -1,7 +1,10 @@
 """chess-picture: which files it writes, and what the wrist camera sees before the grasp."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -47,6 +50,25 @@ def test_the_page_shows_pictures_that_exist_and_commands_that_parse():
     for command in commands:
         program, *flags = shlex.split(command, comments=True)
         parse_flags(configs[program], program, flags)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"MUJOCO_GL": "osmesa"}, {"MUJOCO_GL": "vulkan"}, {"MUJOCO_EGL_DEVICE_ID": "77"}]
+)
+def test_missing_opengl_is_one_line_and_exit_code_2(variables, tmp_path):
+    code = "import sys; sys.argv = ['chess-picture', '--out', 'a.png']; from chess_apps.cli import picture; picture()"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "MUJOCO_GL": "egl", **variables},
+    )
+    if result.returncode == 0 and variables == {"MUJOCO_GL": "osmesa"}:
+        pytest.skip("OSMesa is installed here")
+    (line,) = result.stderr.strip().splitlines()
+    assert result.returncode == 2 and line.startswith("chess-picture: ") and "MUJOCO_GL" in line
 
 
 def test_arms_need_a_file_to_compare_with(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import NoReturn
 
 from chess_apps.config import CloneConfig, DemosConfig, ExpertConfig, PictureConfig, PlayConfig
@@ -18,7 +19,9 @@ def _run[Config](config_type: type[Config], program: Callable[[Config], None], p
         os.environ.setdefault("MUJOCO_GL", "egl")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        program(parse_flags(config_type, prog, sys.argv[1:]))
+        config = parse_flags(config_type, prog, sys.argv[1:])
+        import_module("chess_env.opengl")  # before MuJoCo, whose own error of a missing OpenGL is unreadable
+        program(config)
     except KeyboardInterrupt:
         _fail(f"{prog}: interrupted", 130)
     except _bad_input_errors() as error:
