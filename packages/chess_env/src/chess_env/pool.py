@@ -141,10 +141,9 @@ class WorkerPool:
         process = self.processes[index]
         if grace_s > 0:
             process.join(grace_s)
-        if process.is_alive():
-            process.terminate()
-            process.join(KILL_GRACE_S)
-        if process.is_alive():
+        if (
+            process.is_alive()
+        ):  # not terminate(): a worker whose parent ignored SIGTERM when it started does too
             process.kill()
             process.join()
         self.pipes[index].close()

@@ -16,7 +16,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ def make_vector_envs(
 
     The environment's own vector class where it registered one that executes chunks, else Gymnasium's AsyncVectorEnv
     around `sub_environment.make_environment`; one group of a class that is not an AsyncVectorEnv, whose calls cannot
-    be pending. The workers have one thread each, and ignore SIGINT: on Ctrl-C the trainer decides when they end. All are
+    be pending. The workers have one thread each, and ignore SIGINT and SIGTERM: the trainer decides when they end. All are
     reset once: an environment that cannot work fails here, and one that a rollout has no episode for may be stepped along.
 
     Args:
@@ -124,7 +124,7 @@ def _start_vector_env(
     vec_env: VectorEnv | None = None
     with (
         environment_errors(f"--env-id {env_id}: cannot be made"),
-        _interrupts_ignored(),
+        _signals_ignored(),
         _one_thread_each(),
     ):
         if spec.vector_entry_point is not None:
@@ -288,14 +288,19 @@ def _one_thread_each() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes that are started meanwhile ignore SIGINT, so that Ctrl-C does not print every worker's stack."""
+def _signals_ignored() -> Iterator[None]:
+    """Processes that are started meanwhile ignore SIGINT and SIGTERM.
+
+    Both often go to the whole process group: Ctrl-C would print every worker's stack, and workers that SIGTERM ends would leave
+    the trainer, which finishes its step and saves, without environments. (Blocked signals are no way: `multiprocessing`
+    unblocks them when it starts its helpers.)
+    """
+    previous: dict[int, Any] = {}
     try:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not in the main thread: handlers cannot be changed there
-        yield
-        return
-    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(ValueError):  # not in the main thread: handlers cannot be changed there
+                previous[number] = signal.signal(number, signal.SIG_IGN)
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for ignored, handler in previous.items():
+            signal.signal(ignored, handler)
