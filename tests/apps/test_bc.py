@@ -1,7 +1,9 @@
 """chess-bc: from recorded episodes to a LeRobot policy folder, in two stages as models/chess-tiny was made."""
 
 import json
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,3 +125,28 @@ def test_fitting_ends_with_the_time(stages, tmp_path):
         )
     )  # fmt: skip
     assert [step for step, _ in json.loads((out / "clone.json").read_text())["loss"]] == [1]
+
+
+def test_a_disk_that_fills_at_the_last_write_is_one_line_and_leaves_nothing(stages, tmp_path):
+    config = CloneConfig(
+        out=str(tmp_path / "full"), policy=str(stages[0]), train="expert", record=SLOPPY, steps=1, batch=2, device="cpu"
+    )  # fmt: skip
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    half = (stages[0] / "model.safetensors").stat().st_size // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (half, before[1]))
+    try:
+        with pytest.raises(FlowRLError, match=r"the policy cannot be written .*: free space and run again"):
+            run(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_the_weights_is_refused_before_cloning(stages, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
+    config = CloneConfig(
+        out=str(tmp_path / "full"), policy=str(stages[0]), train="expert", record=SLOPPY, steps=10**9, batch=2, device="cpu"
+    )  # fmt: skip
+    with pytest.raises(FlowRLError, match="1 MiB are free there and the weights take"):
+        run(config)
+    assert list(tmp_path.iterdir()) == []

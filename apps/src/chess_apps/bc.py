@@ -6,10 +6,12 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from lerobot.processor.normalize_processor import NormalizerProcessorStep
+from safetensors import SafetensorError
 from torch import Tensor
 
 from chess_apps.clone import Batches, clone, reset_expert, write_record
@@ -55,7 +57,8 @@ def run(config: CloneConfig) -> None:
             name: {key: torch.from_numpy(values[key]) for key in MOMENTS}
             for name, values in statistics.items()
         }
-        save_policy_folder(initial, policy, statistics)
+        with _writing_whole(initial, out):
+            save_policy_folder(initial, policy, statistics)
         wrapped = SmolVLAFlowPolicy.load(initial, device=device)
     else:
         wrapped = SmolVLAFlowPolicy.load(config.policy, device=device)
@@ -64,6 +67,7 @@ def run(config: CloneConfig) -> None:
     policy = wrapped.module
     parameters = sum(p.numel() for p in policy.parameters())
     print(f"{parameters / 1e6:.2f} M parameters on {device}")
+    _check_space(out, wrapped)
     if config.reset_expert:
         reset_expert(policy, config.seed)
     text, text_mask = tokenize(wrapped, demos)
@@ -79,10 +83,11 @@ def run(config: CloneConfig) -> None:
     )
     curve = clone(policy, batches, config)
     unfinished = _fresh(out.with_name(out.name + ".unfinished"))
-    wrapped.save(unfinished, final_folder=out)
-    write_record(unfinished, config, demos, curve)
-    write_preset(unfinished, config, demos)
-    unfinished.rename(out)
+    with _writing_whole(unfinished, out):
+        wrapped.save(unfinished, final_folder=out)
+        write_record(unfinished, config, demos, curve)
+        write_preset(unfinished, config, demos)
+        unfinished.rename(out)
     if config.policy == "new":
         shutil.rmtree(initial)
     print(f"wrote {out}")
@@ -94,6 +99,33 @@ def _fresh(folder: Path) -> Path:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     return folder
+
+
+@contextlib.contextmanager
+def _writing_whole(folder: Path, out: Path) -> Iterator[None]:
+    """Write ``folder`` wholly or not at all: what a full disk left of it is removed.
+
+    Raises:
+        FlowRLError: It cannot be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise FlowRLError(
+            f"--out {out}: the policy cannot be written ({error}); nothing of it is left: free space and run again"
+        ) from error
+
+
+def _check_space(out: Path, policy: SmolVLAFlowPolicy) -> None:
+    """Refuse before cloning, whose hours would be lost, what does not fit at its end."""
+    needed = sum(tensor.nbytes for tensor in policy.module.state_dict().values())
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise FlowRLError(
+            f"--out {out}: {free / 2**20:.0f} MiB are free there and the weights take {needed / 2**20:.0f} MiB; "
+            "free space or choose another place"
+        )
 
 
 def check(config: CloneConfig) -> None:

@@ -54,7 +54,8 @@ def record_dataset(config: DemosConfig) -> Path:
         for finished in as_completed([pool.submit(_record_block, config, parts, block) for block in missing]):
             bar.update(finished.result())
     folders = [_block_folder(parts, first) for first, _ in blocks]
-    _merge([folder for folder in folders if (folder / "meta" / "info.json").is_file()], out)
+    with writing(out):
+        _merge([folder for folder in folders if (folder / "meta" / "info.json").is_file()], out)
     shutil.rmtree(parts)
     return out
 
@@ -83,11 +84,15 @@ def _record_block(config: DemosConfig, parts: Path, block: tuple[int, int]) -> i
     with Recorder(record, stride=1) as recorder:
         episodes = [recorder.record(index) for index in range(first, first + size)]
     kept = [episode for episode in episodes if episode is not None]
-    if kept:
-        _write(unfinished, kept, config)
-    else:
-        unfinished.mkdir()
-    unfinished.rename(folder)
+    try:
+        if kept:
+            _write(unfinished, kept, config)
+        else:
+            unfinished.mkdir()
+        unfinished.rename(folder)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
+        raise
     return size
 
 
