@@ -48,6 +48,7 @@ class Simulation:
         self._steps_per_frame = config.physics_steps_per_frame
         self.target_slot = 0
         self.distractor_slots: tuple[int, ...] = ()
+        self._distractor_bodies: NDArray[np.intp] = np.empty(0, np.intp)
 
     @property
     def scene(self) -> ChessScene:
@@ -143,7 +144,7 @@ class Simulation:
 
     def take_snapshot(self, start: Snapshot | None) -> Snapshot:
         """The task's state now."""
-        return take_snapshot(self.scene, self.data, self.target_slot, self.distractor_slots, start)
+        return take_snapshot(self.scene, self.data, self.target_slot, self._distractor_bodies, start)
 
     def read_state(self) -> NDArray[np.float32]:
         """The privileged state now, as a vector; see `state_names`."""
@@ -167,6 +168,7 @@ class Simulation:
         self.layout = layout
         self.target_slot, *others = [placement.piece_slot for placement in placements]
         self.distractor_slots = tuple(others)
+        self._distractor_bodies = np.array([scene.pieces[slot].body_id for slot in others], np.intp)
         start = self.take_snapshot(None)
         self.episode = Episode(start, config.max_frames, early_stop)
         self.measures = Measures(scene, data, self.target_slot) if config.measure else None

@@ -63,22 +63,22 @@ class Snapshot:
 
 def is_stable(data: mujoco.MjData) -> bool:
     """Positions and velocities are finite, and MuJoCo has given no warning since the scene began."""
-    finite = np.isfinite(data.qpos).all() and np.isfinite(data.qvel).all()
-    return bool(finite and not data.warning.number.any())
+    squares = data.qpos.dot(data.qpos) + data.qvel.dot(data.qvel)  # quicker than isfinite of each
+    return math.isfinite(squares) and not data.warning.number.any()
 
 
 def take_snapshot(
     scene: ChessScene,
     data: mujoco.MjData,
     target_slot: int,
-    distractor_slots: tuple[int, ...],
+    distractor_bodies: NDArray[np.intp],
     start: Snapshot | None = None,
 ) -> Snapshot:
-    """Read the task's state; `start` is the snapshot of the settled scene."""
+    """Read the task's state; `distractor_bodies` are body ids, `start` is the snapshot of the settled scene."""
     target = scene.pieces[target_slot].body_id
-    others = np.array([scene.pieces[slot].body_id for slot in distractor_slots], np.intp)
-    target_w = data.xpos[target].copy()
-    axis_w = data.xmat[target].reshape(3, 3)[:, 2].copy()
+    xpos, xmat = data.xpos, data.xmat
+    target_w = xpos[target].copy()
+    axis_w = xmat[target, 2::3].copy()
     held = False
     if start is not None:
         moved = abs(target_w[2] - start.target_w[2]) > TOUCH_CHECK_M or axis_w[2] < UPRIGHT_MIN
@@ -86,8 +86,8 @@ def take_snapshot(
     return Snapshot(
         target_w=target_w,
         target_axis_w=axis_w,
-        distractors_w=data.xpos[others],
-        distractors_upright=data.xmat[others, 8],
+        distractors_w=xpos[distractor_bodies],
+        distractors_upright=xmat[distractor_bodies, 8],
         grasp_point_w=scene.grasp_point_w(data),
         held=held,
         stable=is_stable(data),
@@ -107,7 +107,7 @@ def is_disturbed(start: Snapshot, now: Snapshot) -> bool:
     if not len(now.distractors_w):
         return False
     moved = now.distractors_w - start.distractors_w
-    farthest = np.sqrt(np.add.reduce(moved * moved, axis=1).max())
+    farthest = math.sqrt(np.add.reduce(moved * moved, axis=1).max())
     return bool(farthest > DISTURBED_M or now.distractors_upright.min() < UPRIGHT_MIN)
 
 
