@@ -104,8 +104,10 @@ class ChessScene:
         self.pieces = tuple(
             self._find_piece(slot, kind) for slot, kind in enumerate(_pool(self.kinds, num_distractors_max))
         )
-        piece_bodies = {piece.body_id for piece in self.pieces}
-        self.arm_body_ids = frozenset(range(1, model.nbody)) - piece_bodies
+        self._piece_bodies = [piece.body_id for piece in self.pieces]
+        self._piece_geoms = [geom for piece in self.pieces for geom in piece.geom_ids]
+        self._drawn_geoms = [geom for piece in self.pieces for geom in piece.drawn_geom_ids]
+        self.arm_body_ids = frozenset(range(1, model.nbody)) - set(self._piece_bodies)
         self.active: tuple[int, ...] = ()
         self._collision_bits = model.geom_contype.copy(), model.geom_conaffinity.copy()
         self._body_collision_bits = model.body_contype.copy(), model.body_conaffinity.copy()
@@ -148,9 +150,8 @@ class ChessScene:
         if len(set(slots)) != len(slots) or not all(0 <= slot < len(self.pieces) for slot in slots):
             raise SceneError(f"piece slots {slots}: each must be different and below {len(self.pieces)}")
         mujoco.mj_resetData(self.model, data)
-        for piece in self.pieces:
-            self.model.geom_group[list(piece.drawn_geom_ids)] = HIDDEN_GROUP
-            self._set_collision(piece, piece.slot in slots)
+        self.model.geom_group[self._drawn_geoms] = HIDDEN_GROUP
+        self._set_collision(slots)
         for placement in placements:
             piece = self.pieces[placement.piece_slot]
             self.model.geom_group[list(piece.drawn_geom_ids)] = PIECE_GROUP
@@ -192,13 +193,17 @@ class ChessScene:
             slot, kind, int(body.id), int(joint.qposadr[0]), int(joint.dofadr[0]), geoms, drawn, solid
         )
 
-    def _set_collision(self, piece: Piece, enabled: bool) -> None:
+    def _set_collision(self, slots: Sequence[int]) -> None:
         """A parked piece collides with nothing: that spares the broad phase a third of its time and changes no state."""
-        geoms, model = list(piece.geom_ids), self.model
+        model = self.model
+        geoms = [geom for slot in slots for geom in self.pieces[slot].geom_ids]
+        bodies = [self.pieces[slot].body_id for slot in slots]
         for values, original in zip((model.geom_contype, model.geom_conaffinity), self._collision_bits):
-            values[geoms] = original[geoms] if enabled else 0
+            values[self._piece_geoms] = 0
+            values[geoms] = original[geoms]
         for values, original in zip((model.body_contype, model.body_conaffinity), self._body_collision_bits):
-            values[piece.body_id] = original[piece.body_id] if enabled else 0
+            values[self._piece_bodies] = 0
+            values[bodies] = original[bodies]
 
 
 def build_scene(
