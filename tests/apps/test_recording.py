@@ -1,6 +1,7 @@
 """Recording: pure functions of (seed, index), kept episodes are clean lifts, datasets are LeRobot's."""
 
 import json
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -197,3 +198,19 @@ def test_a_place_where_nothing_can_be_written_is_one_readable_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FlowRLError, match=r"picks.parts: cannot be written \(Not a directory\)"):
         record_dataset(DemosConfig(out=str(tmp_path / "file" / "picks"), record=SMALL))
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_is_one_readable_line_and_the_same_command_continues(tmp_path, dataset):
+    config = DemosConfig(out=str(tmp_path / "picks"), record=SMALL)
+    parquet = max(path.stat().st_size for path in dataset.rglob("*.parquet"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (parquet // 2, before[1]))
+    try:
+        with pytest.raises(FlowRLError, match=r"cannot be written .*; nothing written before is lost"):
+            record_dataset(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "picks").exists() and not list((tmp_path / "picks.parts").glob("block-*"))
+    record_dataset(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["picks"]

@@ -68,6 +68,8 @@ def _claim(parts: Path, config: DemosConfig) -> None:
         raise FlowRLError(
             f"{parts} holds an unfinished recording with other settings; use the same flags or remove that folder"
         )
+    for unfinished in parts.glob("unfinished-*"):  # of a killed run, or of one whose disk was full
+        shutil.rmtree(unfinished)
     parts.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")
 
@@ -84,15 +86,11 @@ def _record_block(config: DemosConfig, parts: Path, block: tuple[int, int]) -> i
     with Recorder(record, stride=1) as recorder:
         episodes = [recorder.record(index) for index in range(first, first + size)]
     kept = [episode for episode in episodes if episode is not None]
-    try:
-        if kept:
-            _write(unfinished, kept, config)
-        else:
-            unfinished.mkdir()
-        unfinished.rename(folder)
-    except OSError:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
-        raise
+    if kept:
+        _write(unfinished, kept, config)
+    else:
+        unfinished.mkdir()
+    unfinished.rename(folder)
     return size
 
 
