@@ -128,10 +128,10 @@ def measures_table(results: Results, test: str = "test") -> str:
     return markdown(rows)
 
 
-def controls_table(results: Results) -> str:
+def controls_table(results: Results, test: str = "test") -> str:
     """What the same episodes or more demonstrations give without RL."""
-    evaluations = results.tests.get("test", {})
-    start, runs = evaluations.get(START), [evaluations[name].success for name in results.rl_names()]
+    evaluations = results.tests.get(test, {})
+    start, runs = evaluations.get(START), [evaluations[name].success for name in results.rl_names(test)]
     present = [name for name in CONTROLS if name in evaluations]
     if not present:
         return NOT_RUN

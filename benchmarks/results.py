@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "groups": groups_table,
     "measures": measures_table,
     "controls": controls_table,
+    "controls-cpu": partial(controls_table, test="test-cpu"),
     "ablations": ablations_table,
     "usage": usage_table,
 }
