@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -35,24 +34,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def start(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+def start(start_script, tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
     """The program, and the workers that it has started."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(then=then))
-    program = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    program = start_script(script)
     assert program.stdout is not None
     return program, [int(word) for word in program.stdout.readline().split()]
 
 
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["terminal", "kill"])
-def test_ctrl_c_ends_busy_workers_and_is_one_traceback(send, tmp_path):
-    program, workers = start(tmp_path, "print('busy', flush=True)")
+def test_ctrl_c_ends_busy_workers_and_is_one_traceback(send, start_script, tmp_path):
+    program, workers = start(start_script, tmp_path, "print('busy', flush=True)")
     assert program.stdout is not None and program.stdout.readline() == "busy\n"
     send(program.pid, signal.SIGINT)
     _, errors = program.communicate(timeout=30)  # the work would take 20 minutes
@@ -61,8 +54,8 @@ def test_ctrl_c_ends_busy_workers_and_is_one_traceback(send, tmp_path):
     assert workers and not any(map(is_running, workers))
 
 
-def test_an_error_of_the_program_ends_busy_workers(tmp_path):
-    program, workers = start(tmp_path, "raise RuntimeError('of the program')")
+def test_an_error_of_the_program_ends_busy_workers(start_script, tmp_path):
+    program, workers = start(start_script, tmp_path, "raise RuntimeError('of the program')")
     _, errors = program.communicate(timeout=30)
     assert program.returncode == 1
     assert errors.count("Traceback") == 1 and errors.strip().endswith("RuntimeError: of the program")

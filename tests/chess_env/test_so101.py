@@ -186,7 +186,8 @@ def test_a_hand_that_presses_on_a_piece_for_2_s_pushes_it_neither_into_the_board
     assert force == pytest.approx(so101.SERVO.force_limit)  # it does press, with all it has
     assert lowest > -0.003 and deepest > -0.008  # [m]
     # Still pressed: MuJoCo 3.8.1 ends with the bishop 1.3 mm in the board, 4.0 with less than 1.
-    assert data.xpos[piece.body_id][2] > board.BOARD_TOP_Z - 0.002 and not data.warning.number.any()
+    depth_max = 0.002 if mujoco.__version__.startswith("3.") else 0.001  # [m]
+    assert data.xpos[piece.body_id][2] > board.BOARD_TOP_Z - depth_max and not data.warning.number.any()
 
 
 def test_robot_file_without_the_joints_names_what_is_missing(tmp_path):

@@ -329,17 +329,11 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_ctrl_c_ends_everything_with_one_traceback(tmp_path):
+def test_ctrl_c_ends_everything_with_one_traceback(start_script, tmp_path):
     ending = "print('ready', flush=True); [envs.step(envs.action_space.sample()) for _ in iter(int, 1) if envs.reset()]"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(ending=ending))
-    program = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    program = start_script(script)
     assert program.stdout is not None and program.stdout.readline().strip() == "ready"
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does
     _, errors = program.communicate(timeout=30)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -38,13 +37,12 @@ if __name__ == "__main__":
 """
 
 
-def start(tmp_path: Path, env_id: str = "toy_env:ToyReach-v0") -> tuple[subprocess.Popen[str], Path]:
+def start(
+    start_script, tmp_path: Path, env_id: str = "toy_env:ToyReach-v0"
+) -> tuple[subprocess.Popen[str], Path]:
     program, out = tmp_path / "program.py", tmp_path / "run"
     program.write_text(PROGRAM.format(tests=str(TESTS), out=str(out), env_id=env_id))
-    process = subprocess.Popen(
-        [sys.executable, str(program)], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    return process, out
+    return start_script(program), out
 
 
 def wait_for_lines(out: Path, count: int) -> None:
@@ -72,8 +70,8 @@ def session_is_empty(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_process_group_saves_and_ends_cleanly(tmp_path, number):
-    process, out = start(tmp_path)
+def test_signal_to_the_process_group_saves_and_ends_cleanly(start_script, tmp_path, number):
+    process, out = start(start_script, tmp_path)
     wait_for_lines(out, 3)
     os.killpg(process.pid, number)
     _, told = process.communicate(timeout=60)
@@ -87,8 +85,8 @@ def test_signal_to_the_process_group_saves_and_ends_cleanly(tmp_path, number):
     assert session_is_empty(process.pid)
 
 
-def test_dead_environment_is_one_line_and_exit_code_2(tmp_path):
-    process, _ = start(tmp_path, "toy_env:ToyDying-v0")
+def test_dead_environment_is_one_line_and_exit_code_2(start_script, tmp_path):
+    process, _ = start(start_script, tmp_path, "toy_env:ToyDying-v0")
     _, told = process.communicate(timeout=120)
     assert process.returncode == 2 and "Traceback" not in told
     assert told.strip().splitlines()[-1].startswith("error: ") and "process died" in told

@@ -62,7 +62,7 @@ class Snapshot:
 
 
 def is_stable(data: mujoco.MjData) -> bool:
-    """Positions and velocities are finite, and MuJoCo has given no warning since the scene began."""
+    """Positions and velocities are finite, their squares too, and MuJoCo has given no warning since the scene began."""
     squares = data.qpos.dot(data.qpos) + data.qvel.dot(data.qvel)  # quicker than isfinite of each
     return math.isfinite(squares) and not data.warning.number.any()
 
