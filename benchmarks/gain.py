@@ -191,17 +191,25 @@ def control_jobs(args: argparse.Namespace) -> list[Job]:
     """With 32 cores and two GPUs: filtered cloning on 16 cores and the first GPU, the others on the second."""
     final, episodes = args.out / "final", args.iterations * args.episodes
 
-    def fit() -> list[str]:
-        missing = [number for number, name in enumerate(FITS) if not (final / name).is_dir()]
-        outs, rates = [str(final / name) for name in FITS], [str(lr) for _, lr in FITS.values()]
+    decisions = args.out / "filtered" / "decisions.safetensors"
+
+    def filtering(*flags: str) -> list[str]:
         return [
             *program("filtered_cloning", "main", HERE.parent / "apps/baselines"), "--policy", args.policy,
-            "--out", *(outs[n] for n in missing), "--steps", *(str(args.fit_steps[n]) for n in missing),
-            "--lr", *(rates[n] for n in missing), "--train-seed", str(SEEDS["train"][1]), "--envs", str(2 * args.envs),
-            "--episodes", str(episodes), "--collect-at-once", "1024", "--torch-threads", "1",
+            "--decisions", str(decisions), "--train-seed", str(SEEDS["train"][1]), "--envs", str(2 * args.envs),
+            "--episodes", str(episodes), "--collect-at-once", "1024", "--torch-threads", "1", *flags,
         ]  # fmt: skip
 
-    filtered = Step(fit, lambda: all((final / name).is_dir() for name in FITS), needs_s=episodes / 150)
+    def fit(name: str, steps: int) -> Step:
+        """One of the fits to what was played."""
+        flags = ["--out", str(final / name), "--steps", str(steps), "--lr", str(FITS[name][1])]
+        return Step(lambda: filtering(*flags), (final / name).is_dir, needs_s=30 + steps / 50)
+
+    play = Step(filtering, lambda: decisions.is_file() or fitted(), needs_s=episodes / 150)
+    fits = [fit(name, steps) for name, steps in zip(FITS, args.fit_steps)]
+
+    def fitted() -> bool:
+        return all(step.done() for step in fits)
 
     def longer(name: str) -> Step:
         scenes = args.longer_scenes * (DEMONSTRATIONS[name] // DEMONSTRATIONS["longer"])
@@ -217,7 +225,7 @@ def control_jobs(args: argparse.Namespace) -> list[Job]:
     warmup = ["--critic-warmup", "8"]
     critic = training(args, "critic-only", 8, SEEDS["train"][1], warmup, TRAIN)
     jobs = [
-        Job("filtered", [filtered], weight=16, gpu=0),
+        Job("filtered", [play, *fits], weight=16, gpu=0),
         Job("longer", [longer("longer")], weight=5, gpu=1),
         Job("longer-twice", [longer("longer-twice")], weight=5, gpu=1),
         Job("critic-only", [critic], weight=6, gpu=1),

@@ -6,6 +6,8 @@ The policy acts once with its preset's exploration noise on training scenes, as 
 succeed are kept, as encoded observations and chunks, and the action expert (the parameters that RL trains) is fitted to them by
 flow matching: x_t = t noise + (1 - t) actions, target noise - actions (Lipman et al. 2023), t from Beta(1.5, 1) as SmolVLA
 is trained. Also known as rejection sampling or best-of-n fine-tuning.
+
+With --decisions FILE what was played is kept: the same command goes on from there, and further fits need no playing.
 """
 
 import json
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import torch
 import tyro
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from chess_apps.flow_matching import sample_time
@@ -40,8 +44,10 @@ from flowrl.vector_env import close_vector_env, find_spec, make_vector_envs, res
 class FilteredConfig:
     """Fit a policy further to its own successful episodes."""
 
-    out: tuple[str, ...]
-    """Policy folders to write; must not exist. Several: each fit begins at --policy, on the same episodes."""
+    out: tuple[str, ...] = ()
+    """Policy folders to write; must not exist. Several: each fit begins at --policy, on the same episodes. None: only play."""
+    decisions: str = ""
+    """File of the decisions to learn from: written after playing; where it exists, it is read instead of playing."""
     policy: str = "models/chess-tiny"
     """Policy folder to start from."""
     env_id: str = "chess_env:ChessPick-v0"
@@ -82,10 +88,13 @@ def run(config: FilteredConfig) -> None:
     Raises:
         FlowRLError: bad input, or no episode that succeeded.
     """
-    if not len(config.out) == len(config.steps) == len(config.lr):
+    steps, rates = (config.steps, config.lr) if config.out else ((), ())
+    if not len(config.out) == len(steps) == len(rates):
         raise FlowRLError(
             f"--out, --steps and --lr: {len(config.out)}, {len(config.steps)} and {len(config.lr)} values; give as many of each"
         )
+    if not config.out and not config.decisions:
+        raise FlowRLError("neither --out nor --decisions is given; name what is to be written")
     for out in config.out:
         if Path(out).exists():
             raise FlowRLError(f"--out {out}: exists; choose another folder")
@@ -93,15 +102,15 @@ def run(config: FilteredConfig) -> None:
     policy = load_policy(config.policy, device=device)
     parameters = policy.trainable_parameters()
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    prefix, actions, successes = successful_decisions(config, policy)
+    prefix, actions, successes = kept_decisions(config, policy)
     tell(f"{successes} of {config.episodes} episodes succeeded: {len(actions)} decisions to learn from")
-    for out, steps, lr in zip(map(Path, config.out), config.steps, config.lr):
+    for out, count, lr in zip(map(Path, config.out), steps, rates):
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(start[name])
-        losses = fit(policy, prefix, actions, steps, lr, config.batch, config.train_seed)
+        losses = fit(policy, prefix, actions, count, lr, config.batch, config.train_seed)
         record = {
-            "flags": asdict(config) | {"out": str(out), "steps": steps, "lr": lr},
+            "flags": asdict(config) | {"out": str(out), "steps": count, "lr": lr},
             "successes": successes,
             "decisions": len(actions),
             "loss": losses,
@@ -114,6 +123,66 @@ def run(config: FilteredConfig) -> None:
         (unfinished / "filtered_cloning.json").write_text(json.dumps(record, indent=1) + "\n")
         unfinished.rename(out)
         tell(f"wrote {out}")
+
+
+def kept_decisions(config: FilteredConfig, policy: FlowPolicy) -> tuple[Prefix, Tensor, int]:
+    """`successful_decisions`, from --decisions where that exists, else played and written there.
+
+    Raises:
+        FlowRLError: the file is of another policy, of other episodes, or is none.
+    """
+    if not config.decisions:
+        return successful_decisions(config, policy)
+    path = Path(config.decisions)
+    played = {
+        name: getattr(config, name) for name in ("policy", "env_id", "env_kwargs", "episodes", "train_seed")
+    }
+    if path.exists():
+        device = next(iter(policy.trainable_parameters().values())).device
+        return read_decisions(path, played, device)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()  # told before anything is played
+    except OSError as error:
+        raise FlowRLError(f"--decisions {path}: cannot be written ({error}); choose another place") from None
+    prefix, actions, successes = successful_decisions(config, policy)
+    notes = played | {"successes": successes, "token_axes": dict(prefix.token_axes)}
+    tensors = {f"prefix.{name}": tensor.contiguous() for name, tensor in prefix.tensors.items()}
+    try:
+        save_file(tensors | {"actions": actions}, unfinished, metadata={"decisions": json.dumps(notes)})
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise FlowRLError(f"--decisions {path}: cannot be written ({error}); choose another place") from None
+    unfinished.rename(path)
+    return prefix, actions, successes
+
+
+def read_decisions(path: Path, played: dict[str, object], device: torch.device) -> tuple[Prefix, Tensor, int]:
+    """What `kept_decisions` wrote, on the policy's device.
+
+    Raises:
+        FlowRLError: as there.
+    """
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            notes = json.loads((file.metadata() or {}).get("decisions", "null"))
+            if notes is None:
+                raise FlowRLError(f"--decisions {path}: was not written by this program; choose another file")
+            different = [name for name, value in played.items() if notes[name] != value]
+            if different:
+                flag = different[0]
+                raise FlowRLError(
+                    f"--decisions {path}: was played with --{flag.replace('_', '-')} {notes[flag]}, not {played[flag]}; "
+                    "choose another file, or delete it to play anew"
+                )
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise FlowRLError(f"--decisions {path}: cannot be read ({error}); delete it to play anew") from None
+    actions = tensors.pop("actions")
+    prefix = {name.removeprefix("prefix."): tensor for name, tensor in tensors.items()}
+    return Prefix(prefix, notes["token_axes"]), actions, notes["successes"]
 
 
 def successful_decisions(config: FilteredConfig, policy: FlowPolicy) -> tuple[Prefix, Tensor, int]:
@@ -170,7 +239,8 @@ def fit(
 ) -> list[list[float]]:
     """Flow matching of the trainable parameters on stored observations; returns (step, mean loss since the last entry)."""
     parameters = list(policy.trainable_parameters().values())
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    fused = actions.device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
     generator = torch.Generator(device=actions.device).manual_seed(seed)
     scored = policy.spec.action_dim
     losses: list[list[float]] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import sample_chain
@@ -95,3 +95,61 @@ def test_program_fits_each_folder_from_the_start_to_the_same_episodes(program, t
         assert not torch.equal(weights[0][name], parameter) and not torch.equal(
             weights[0][name], weights[2][name]
         )
+
+
+@pytest.fixture
+def play(program, tmp_path, monkeypatch):
+    """Runs the program on the toy with a file of decisions; returns the weights of the policy it fits."""
+    monkeypatch.setattr(program, "load_policy", lambda path, device: ToyPolicy())
+
+    def run(name: str, decisions: str, episodes: int = 24) -> dict[str, torch.Tensor]:
+        out = (str(tmp_path / name),) if name else ()
+        program.run(
+            program.FilteredConfig(
+                out=out, decisions=decisions, policy=str(tmp_path), env_id="toy_env:ToyReach-v0", episodes=episodes,
+                envs=2, steps=(5,), lr=(1e-3,), batch=8, device="cpu", torch_threads=1,
+            )
+        )  # fmt: skip
+        return load_file(tmp_path / name / "model.safetensors") if name else {}
+
+    return run
+
+
+def test_a_fit_to_kept_decisions_is_the_fit_after_playing(program, tmp_path, monkeypatch, play):
+    file = str(tmp_path / "kept" / "decisions.safetensors")
+    played = play("played", "")
+    play("", file)
+    monkeypatch.setattr(program, "successful_decisions", None)  # must not be played again
+    read = play("read", file)
+    assert read.keys() == played.keys()
+    assert all(torch.equal(read[name], played[name]) for name in read)
+    records = [
+        json.loads((tmp_path / name / "filtered_cloning.json").read_text()) for name in ("read", "played")
+    ]
+    assert records[0]["successes"] == records[1]["successes"] > 0
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["decisions.safetensors"]
+
+
+def test_decisions_of_other_episodes_and_other_files_are_refused(tmp_path, play):
+    file = tmp_path / "decisions.safetensors"
+    play("", str(file))
+    with pytest.raises(FlowRLError, match="was played with --episodes 24, not 25; choose another file"):
+        play("other", str(file), episodes=25)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(FlowRLError, match="cannot be read"):
+        play("other", str(file))
+    save_file({"actions": torch.zeros(1)}, file)
+    with pytest.raises(FlowRLError, match="was not written by this program"):
+        play("other", str(file))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_file_that_cannot_be_written_is_told_before_playing(program, monkeypatch, play):
+    monkeypatch.setattr(program, "successful_decisions", None)  # must not be played
+    with pytest.raises(FlowRLError, match="cannot be written"):
+        play("", "/proc/decisions.safetensors")
+
+
+def test_something_to_write_must_be_named(program):
+    with pytest.raises(FlowRLError, match="neither --out nor --decisions"):
+        program.run(program.FilteredConfig())

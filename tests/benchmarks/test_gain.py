@@ -90,20 +90,32 @@ def test_an_ablation_differs_from_the_base_in_its_own_flags_alone(gain, monkeypa
     ]  # fmt: skip
 
 
+def test_filtered_episodes_are_not_played_again_for_a_fit_that_is_left(gain, monkeypatch, tmp_path):
+    steps = jobs_of(gain, monkeypatch, tmp_path, "control", "500", "filtered")["filtered"].steps
+    assert [step.done() for step in steps] == [False, False, False]
+    (tmp_path / "filtered").mkdir()
+    (tmp_path / "filtered/decisions.safetensors").touch()
+    (tmp_path / "final/filtered").mkdir(parents=True)
+    assert [step.done() for step in steps] == [True, True, False]
+    (
+        tmp_path / "filtered/decisions.safetensors"
+    ).unlink()  # on another machine, with both policies brought back
+    assert [step.done() for step in steps] == [False, True, False]
+    (tmp_path / "final/filtered-more").mkdir()
+    assert [step.done() for step in steps] == [True, True, True]
+
+
 def test_controls_have_the_budget_of_a_run(gain, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "apps" / "baselines"))
     jobs = jobs_of(gain, monkeypatch, tmp_path, "control", "500")
-    words = list(jobs["filtered"].steps[0].command())
-    config = tyro.cli(importlib.import_module("filtered_cloning").FilteredConfig, args=words[3:])
-    assert (config.episodes, config.steps, config.lr) == (38_400, (4000, 12000), (1e-4, 3e-4))
-    (tmp_path / "final" / "filtered").mkdir(parents=True)  # was done before a time limit
-    words = list(jobs["filtered"].steps[0].command())
-    config = tyro.cli(importlib.import_module("filtered_cloning").FilteredConfig, args=words[3:])
-    assert (config.out, config.steps, config.lr) == (
-        (str(tmp_path / "final" / "filtered-more"),),
-        (12000,),
-        (3e-4,),
-    )
+    program = importlib.import_module("filtered_cloning").FilteredConfig
+    play, *fits = [tyro.cli(program, args=list(step.command())[3:]) for step in jobs["filtered"].steps]
+    assert (play.episodes, play.train_seed, play.out) == (38_400, 7700004, ())
+    assert play.decisions and {fit.decisions for fit in fits} == {play.decisions}
+    assert [(fit.out, fit.steps, fit.lr) for fit in fits] == [
+        ((str(tmp_path / "final" / "filtered"),), (4000,), (1e-4,)),
+        ((str(tmp_path / "final" / "filtered-more"),), (12000,), (3e-4,)),
+    ]
     scenes = {name: config_of(jobs[name].steps[0]).record.episodes for name in ("longer", "longer-twice")}
     assert scenes == {"longer": 400, "longer-twice": 800}
     critic = config_of(jobs["critic-only"].steps[0])
