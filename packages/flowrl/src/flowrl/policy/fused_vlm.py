@@ -8,6 +8,7 @@ Source of the arithmetic: `SmolVLAPolicy.prepare_images` and `VLAFlowMatching.em
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from flowrl.compiled import Compiler
 from flowrl.policy import layers
 from flowrl.policy.fused_expert import layer_shape, layer_weights
 from flowrl.policy.layers import VisionWeights
+from flowrl.precision import matrix_products
 
 
 class FusedVLM:
@@ -79,7 +81,10 @@ class FusedVLM:
         num_seen = seen.shape[2] * len(levels)
         pad_mask[:, seen.shape[2] * (len(levels) - num_absent) : num_seen] = False
         pad_mask[:, num_seen:-1] = token_mask
-        return pad_mask, *self._keys_and_values(torch.cat(embedded, dim=1), pad_mask)
+        # The only float32 products of a bfloat16 model are those of its queries and keys: bfloat16 numbers, which TF32 holds.
+        rounded = self._vlm.text_model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+        with matrix_products("tf32") if rounded else contextlib.nullcontext():
+            return pad_mask, *self._keys_and_values(torch.cat(embedded, dim=1), pad_mask)
 
     def weights(self) -> list[nn.Parameter]:
         """All weights that a call reads."""

@@ -6,13 +6,14 @@ Attention is written out in matrix products: the fused kernels that take float32
 resumed run could not repeat an uninterrupted one.
 
 Axes: n rows, of which R in a row belong to one of B prefixes; T tokens of width W; H heads, G of keys, each of width D;
-P tokens of the prefix. A `Linear` is a weight (out, in), or one with its parts, see `split_product`.
+P tokens of the prefix; T' and P' are T and P brought to a multiple of `ALIGNMENT`, as keys and values are. A `Linear` is a weight (out, in), or one with its parts, see `split_product`.
 
 Source of the arithmetic: `VLAFlowMatching`, `SmolVLMWithExpertModel`, LeRobot 0.6.1; `SmolVLMVisionTransformer`, transformers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
 }
 """By the names of transformers' configs."""
+
+ALIGNMENT = 8
+"""Keys come in a multiple of this: tensor cores read and write rows of whole 16 bytes, which are 8 bfloat16 numbers or 4 float32
+ones; for other rows cuBLAS takes kernels of a fraction of the speed, in float32 where TF32 is meant.
+"""
 
 
 class Shape(NamedTuple):
@@ -113,9 +119,19 @@ def rotate(x: Tensor, table: Table) -> Tensor:
     return (states * cos + turned * sin).to(x.dtype)
 
 
+def aligned(states: Tensor) -> Tensor:
+    """Keys or values (..., S, D) with zeros after them, (..., S', D)."""
+    extra = -states.shape[-2] % ALIGNMENT
+    return (functional.pad(states, (0, 0, 0, extra)) if extra else states).contiguous()
+
+
 def bias_of(visible: Tensor) -> Tensor:
-    """What is added to the scores, float32: 0 where a token is seen."""
-    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, UNSEEN)
+    """What is added to the scores of aligned keys, (..., S) bool -> (..., S') float32: 0 where a token is seen.
+
+    Of keys that are none it is -inf: their weight is 0 also where a token sees nothing, and all others weigh the same.
+    """
+    bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, UNSEEN)
+    return functional.pad(bias, (0, -visible.shape[-1] % ALIGNMENT), value=-math.inf)
 
 
 def masked(scores: Tensor, bias: Tensor, shape: Shape) -> Tensor:
@@ -127,8 +143,8 @@ def field_tables(pad_mask: Tensor, length: int, shape: Shape) -> tuple[Table, Ta
     """What all layers of the expert share, from `pad_mask` (B, P).
 
     Returns:
-        The rotary tables of the joint layers and of the cross layers. The bias of the prefix (B, 1, 1, 1, P), and of a chunk's
-        own tokens, which see those up to them, (T, T).
+        The rotary tables of the joint layers and of the cross layers. The bias of the prefix (B, 1, 1, 1, P'), and of a chunk's
+        own tokens, which see those up to them, (T, T').
     """
     steps = torch.arange(length, device=pad_mask.device)
     offset = pad_mask.sum(dim=-1)[:, None, None].expand(-1, shape.repeats, 1).flatten(0, 1)
@@ -158,23 +174,23 @@ def field_prefix(
         dtype: The expert's.
 
     Returns:
-        Keys and values of the joint layers, then of the cross layers, each (layers, B, G, P, D); keys float32. None: no such.
+        Keys and values of the joint layers, then of the cross layers, each (layers, B, G, P', D); keys float32. None: no such.
     """
 
     def projected(states: Tensor, weights: Sequence[Tensor]) -> Tensor:
         tokens = torch.stack([states[:, number].transpose(1, 2) for number in cross]).flatten(3)
         count, batch, length, _ = tokens.shape
         product = torch.bmm(tokens.flatten(1, 2).to(dtype), torch.stack(list(weights)).transpose(1, 2))
-        return product.view(count, batch, length, -1, states.shape[-1]).transpose(2, 3)
+        return aligned(product.view(count, batch, length, -1, states.shape[-1]).transpose(2, 3))
 
     result: list[Tensor | None] = [None] * 4
     if joint:
-        result[0] = torch.stack([keys[:, number] for number in joint]).float()
+        result[0] = aligned(torch.stack([keys[:, number] for number in joint])).float()
         own = torch.promote_types(values.dtype, dtype)
-        result[1] = torch.stack([values[:, number] for number in joint]).to(own)
+        result[1] = aligned(torch.stack([values[:, number] for number in joint])).to(own)
     if cross:
-        result[2] = projected(keys, key_weights).float().contiguous()
-        result[3] = projected(values, value_weights).contiguous()
+        result[2] = projected(keys, key_weights).float()
+        result[3] = projected(values, value_weights)
     return tuple(result)
 
 
@@ -193,7 +209,7 @@ def joint_layer(
     Args:
         hidden, weights: The input.
         table, prefix_bias, own_bias: See `field_tables`.
-        keys, values: The prefix's, (B, G, P, D), the keys float32.
+        keys, values: The prefix's, (B, G, P', D), the keys float32.
         shape: The rest.
     """
     states = _heads(hidden, weights, shape)
@@ -208,7 +224,7 @@ def joint_layer(
     probs = (
         torch.cat([masked(of_prefix, prefix_bias, shape), of_own], dim=-1).softmax(dim=-1).to(values.dtype)
     )
-    prefix_probs, own_probs = probs.split([num_prefix, length], dim=-1)
+    prefix_probs, own_probs = probs.split([num_prefix, own_keys.shape[3]], dim=-1)
     attended = torch.matmul(prefix_probs.flatten(2, 3), values).view(rows.shape)
     attended = attended + torch.matmul(own_probs, own_values)
     return _finished(hidden, _tokens(attended, n, length), weights, shape)
@@ -305,7 +321,7 @@ def connect(
 
 
 def language_tables(pad_mask: Tensor, block: Tensor, width: int) -> tuple[Table, Tensor]:
-    """Rotary table and bias (B, 1, 1, P, P) of the language model, from its mask and blocks (B, P)."""
+    """Rotary table and bias (B, 1, 1, P, P') of the language model, from its mask and blocks (B, P)."""
     order = torch.cumsum(block, dim=1)
     visible = (order[:, None, :] <= order[:, :, None]) & pad_mask[:, None, :] & pad_mask[:, :, None]
     return rotary_table(torch.cumsum(pad_mask, dim=1) - 1, width), bias_of(visible)[:, None, None]
@@ -320,9 +336,11 @@ def language_layer(
     turned = rotate(states[:, : heads + kv_heads], table)
     keys, values = turned[:, heads:], states[:, heads + kv_heads :]
     rows = turned[:, :heads].reshape(n, kv_heads, -1, shape.width).float()
-    scores = torch.matmul(rows, keys.float().transpose(-1, -2)).unflatten(2, (-1, length))
+    scores = torch.matmul(rows, aligned(keys).float().transpose(-1, -2)).unflatten(2, (-1, length))
     probs = masked(scores, bias, shape).flatten(2, 3).softmax(dim=-1).to(values.dtype)
-    attended = torch.matmul(probs, values).view(n, heads, length, shape.width).transpose(1, 2).flatten(2)
+    attended = (
+        torch.matmul(probs, aligned(values)).view(n, heads, length, shape.width).transpose(1, 2).flatten(2)
+    )
     return _finished(hidden, attended, weights, shape), keys, values
 
 
@@ -348,8 +366,8 @@ def _rows(query: Tensor, shape: Shape) -> Tensor:
 
 
 def _own(states: Tensor, shape: Shape) -> Tensor:
-    """(n, G, T, D) -> (B, G, R, T, D)."""
-    return states.unflatten(0, (-1, shape.repeats)).transpose(1, 2).contiguous()
+    """(n, G, T, D) -> (B, G, R, T', D)."""
+    return aligned(states.unflatten(0, (-1, shape.repeats)).transpose(1, 2))
 
 
 def _tokens(attended: Tensor, n: int, length: int) -> Tensor:
