@@ -19,6 +19,7 @@ from results import filled
 
 ROOT = Path(__file__).parents[1]
 BATCH = 16
+DEGREES = "difference_deg", "lerobot_batch_deg", "lerobot_to_float32_deg", "to_float32_deg"
 Measured = dict[str, dict[str, Any]]
 """Name of the file without its ending -> its content."""
 Row = list[str]
@@ -98,6 +99,8 @@ def chunk_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
             "share of the floor",
             "largest difference [deg]",
             "LeRobot's own [deg]",
+            "LeRobot's to a float32 VLM [deg]",
+            "flowrl's to it [deg]",
             "first call [s]",
         ),
     ]
@@ -105,7 +108,7 @@ def chunk_rows(name: str, result: dict[str, Any]) -> Iterable[Row]:
     for (what, batch, mode), row in sorted(rows.items(), key=lambda item: (item[0][2], item[0][1])):
         if what == "chunk":
             parts = [digits(rows.get((part, batch, mode), {}).get("ms")) for part in ("prefix", "denoising")]
-            degrees = [digits(row.get(name)) for name in ("difference_deg", "lerobot_batch_deg")]
+            degrees = [digits(row.get(name)) for name in DEGREES]
             yield [
                 str(batch),
                 mode,

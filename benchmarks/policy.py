@@ -9,11 +9,13 @@ pictures; no simulator is needed. The floor is the larger of two times: counted 
 product, and the fewest bytes over the rate of a large copy, both measured in the same run. On a GPU times are those of
 device events; on a CPU those of the clock. `first_s` is what the first call took, compilation and capture included.
 `difference_deg` is the largest difference between the actions of both; `lerobot_batch_deg` that between LeRobot's own, when it
-gets the same rows in batches of another size: kernels round by batch size. A size named in `flowrl.policy.tiny.SIZES` is built here, with the VLM in
-bfloat16 as the published one. Not a test.
+gets the same rows in batches of another size: kernels round by batch size. `lerobot_to_float32_deg` and `to_float32_deg` tell
+which is nearer to the truth: how far LeRobot's actions and flowrl's are from LeRobot's with the VLM's weights in float32. A size
+named in `flowrl.policy.tiny.SIZES` is built here, with the VLM in bfloat16 as the published one. Not a test.
 """
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -123,9 +125,7 @@ class Benchmark:
         """A chunk for `batch` environments: its two parts, and all from pictures to actions."""
         policy, noise = self.policy, self.noise
         observation, tasks = self._observation(batch), [TASK] * batch
-        drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(batch)]
-        x_0 = torch.stack([start for start, _ in drawn]).to(self.device)
-        eps = torch.stack([e for _, e in drawn if e is not None]).to(self.device)
+        x_0, eps = self._draw(batch)
         start = time.perf_counter()
         prefix = policy.encode(observation, tasks)
         sample_chain(policy, prefix, x_0).actions.cpu()
@@ -142,9 +142,7 @@ class Benchmark:
         def lerobot() -> Tensor:
             return policy.predict_action_chunk(observation, tasks, x_0)
 
-        reference = lerobot()
-        difference = (ours() - reference).abs().max().item()
-        batch_difference = (self._in_other_batches(observation, x_0) - reference).abs().max().item()
+        degrees = self._differences(ours(), lerobot(), observation, x_0)
         encode_flops = self._count(lambda: policy.encode(observation, tasks))
         chain_flops = self._count(lambda: sample_chain(policy, prefix, x_0))
         steps = policy.spec.num_denoising_steps
@@ -169,7 +167,7 @@ class Benchmark:
             times, memory = self.clock.alternate(dict(zip(("lerobot", "flowrl"), pair)))
             row = {"what": name, "batch": batch, "mode": mode, **_compared(times), "peak_mb": memory}
             rows.append(row | {"floor_ms": floors[name]})
-        rows[-1] |= {"difference_deg": difference, "lerobot_batch_deg": batch_difference, "first_s": first}
+        rows[-1] |= {**degrees, "first_s": first}
         noisy, memory = self.clock.alternate(
             {"flowrl": lambda: sample_chain(policy, prefix, x_0, noise, eps)}
         )
@@ -182,15 +180,12 @@ class Benchmark:
         policy, noise = self.policy, self.noise
         observation, tasks = self._observation(minibatch), [TASK] * minibatch
         prefix = policy.encode(observation, tasks)
-        drawn = [episode_noise(number, 0, policy.spec, noise.num_elements) for number in range(minibatch)]
-        x_0 = torch.stack([start for start, _ in drawn]).to(self.device)
-        eps = torch.stack([e for _, e in drawn if e is not None]).to(self.device)
+        x_0, eps = self._draw(minibatch)
         chain = sample_chain(policy, prefix, x_0, noise, eps)
         old = chain.log_prob
         assert old is not None
-        advantage = torch.randn(minibatch, 1, 1, 1, generator=torch.Generator().manual_seed(0)).to(
-            self.device
-        )
+        generator = torch.Generator().manual_seed(0)
+        advantage = torch.randn(minibatch, 1, 1, 1, generator=generator).to(self.device)
         weights = list(policy.trainable_parameters().values())
 
         def step(encoded: Callable[[], Prefix], score: Callable[[Prefix], Tensor], precision: Any) -> None:
@@ -223,9 +218,8 @@ class Benchmark:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             first[name] = time.perf_counter() - start
-            gradients[name] = torch.cat(
-                [weight.grad.flatten() for weight in weights if weight.grad is not None]
-            )
+            found = [weight.grad.flatten() for weight in weights if weight.grad is not None]
+            gradients[name] = torch.cat(found)
         reference = gradients["LeRobot, stored prefix"].double()
         cosines = {
             name: float(torch.cosine_similarity(g.double(), reference, dim=0))
@@ -278,6 +272,13 @@ class Benchmark:
             "agent_pos": (SPREAD * rng.normal(size=(batch, 6))).astype(np.float32),
         }
 
+    def _draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Starts of chains and their noise."""
+        spec, size = self.policy.spec, self.noise.num_elements
+        drawn = [episode_noise(number, 0, spec, size) for number in range(count)]
+        starts, noise = [x_0 for x_0, _ in drawn], [eps for _, eps in drawn if eps is not None]
+        return torch.stack(starts).to(self.device), torch.stack(noise).to(self.device)
+
     def _as(self, mode: str, work: Callable[[], Prefix]) -> Prefix:
         """Runs in another way of the velocity; the graphs of the present one stay."""
         policy = self.policy
@@ -293,10 +294,8 @@ class Benchmark:
         graphs, encoders, mode = policy.graphs, policy._encoders, policy.velocity_mode
         policy.graphs = policy._encoders = None
         policy.velocity_mode = "fused" if mode == "split" else mode  # three bfloat16 products count as one
-        compiles, policy._compiler.enabled = (
-            policy._compiler.enabled,
-            False,
-        )  # operations are counted one by one
+        compiles = policy._compiler.enabled
+        policy._compiler.enabled = False  # operations are counted one by one
         try:
             with FlopCounterMode(display=False) as counter:
                 work()
@@ -304,6 +303,24 @@ class Benchmark:
             policy.graphs, policy._encoders, policy.velocity_mode = graphs, encoders, mode
             policy._compiler.enabled = compiles
         return float(counter.get_total_flops())
+
+    def _differences(
+        self, ours: Tensor, lerobot: Tensor, observation: Mapping[str, Any], x_0: Tensor
+    ) -> dict[str, float]:
+        """The largest differences of the actions (B, T, A) of both to each other, and to two references [deg]."""
+        policy = self.policy
+        with torch.no_grad():
+            exact = copy.deepcopy(policy.module)
+            exact.model.vlm_with_expert.vlm.float()
+            batch = policy.prepare(observation, [TASK] * len(x_0))
+            truth = policy.unnormalize(exact.predict_action_chunk(batch, noise=x_0))
+        pairs = {
+            "difference_deg": (ours, lerobot),
+            "lerobot_batch_deg": (self._in_other_batches(observation, x_0), lerobot),
+            "lerobot_to_float32_deg": (lerobot, truth),
+            "to_float32_deg": (ours, truth),
+        }
+        return {name: (a - b).abs().max().item() for name, (a, b) in pairs.items()}
 
     def _in_other_batches(self, observation: Mapping[str, Any], x_0: Tensor) -> Tensor:
         """LeRobot's actions of the same rows in two halves; of a single row in a batch of two."""
@@ -326,13 +343,8 @@ class Benchmark:
     def _bytes(self, part: str) -> float:
         named = self.policy.module.named_parameters()
         unread = ("embed_tokens", "lm_head")  # single rows of these are read, or none
-        return float(
-            sum(
-                p.numel() * p.element_size()
-                for n, p in named
-                if part in n and not any(u in n for u in unread)
-            )
-        )
+        read = [p for n, p in named if part in n and not any(u in n for u in unread)]
+        return float(sum(p.numel() * p.element_size() for p in read))
 
 
 def _cache(prefix: Prefix) -> DynamicCache:
@@ -359,11 +371,9 @@ def report(results: Mapping[str, Any]) -> None:
     print(f"commit {results['commit']}; ceilings: {rates}")
     common = "what", "batch", "mode"
     _table(results["updates"], (*common, "ms", "ratio", "floor_ms", "cosine", "first_s", "peak_mb"))
-    degrees = "difference_deg", "lerobot_batch_deg"
-    _table(
-        results["chunks"],
-        (*common, "lerobot_ms", "ms", "ratio", "floor_ms", *degrees, "first_s", "peak_mb"),
-    )
+    degrees = "difference_deg", "lerobot_batch_deg", "lerobot_to_float32_deg", "to_float32_deg"
+    columns = *common, "lerobot_ms", "ms", "ratio", "floor_ms", *degrees, "first_s", "peak_mb"
+    _table(results["chunks"], columns)
     if "left_out" in results:
         print(f"not complete: {results['left_out']}")
 

@@ -31,7 +31,8 @@ def policy_result(ms: float = 20.0, parameters: float = 450e6) -> dict:
         "chunks": [
             {"what": "prefix", "batch": 16, "mode": "fused", "lerobot_ms": 40.0, "ms": 8.0, "ratio": 5.0, "floor_ms": 2.0},
             {"what": "denoising", "batch": 16, "mode": "fused", "lerobot_ms": 260.0, "ms": 12.0, "ratio": 21.0, "floor_ms": 4.0},
-            chunk | {"floor_ms": 5.0, "difference_deg": 0.0042, "lerobot_batch_deg": 0.003, "first_s": 9.5},
+            chunk | {"floor_ms": 5.0, "difference_deg": 0.0042, "lerobot_batch_deg": 0.003, "first_s": 9.5}
+            | {"lerobot_to_float32_deg": 0.25, "to_float32_deg": 0.125},
         ],
         "updates": [
             minibatch | {"what": "minibatch, lerobot", "ms": 200.0, "ratio": 1.0, "cosine": 1.0, "floor_ms": None},
@@ -72,7 +73,8 @@ def row_of(text: str, start: str) -> list[str]:
 def test_chunks_and_minibatches_have_ratio_floor_and_share_of_the_floor(page):
     blocks = page.blocks({"gpu-policy-450m": policy_result()})
     assert row_of(blocks["chunk-450m"], "16") == [
-        "16", "fused", "300", "20", "15x", "8", "12", "5", "25 %", "0.0042", "0.003", "9.50",
+        "16", "fused", "300", "20", "15x", "8", "12", "5", "25 %", "0.0042", "0.003", "0.25", "0.125",
+        "9.50",
     ]  # fmt: skip
     lines = blocks["update-450m"].splitlines()
     assert "| 16 | fused | flowrl, TF32 | 25 | 8x | 10 | 40 % | 0.999990 |" in lines
