@@ -18,9 +18,10 @@ from flowrl.config import TrainConfig
 from flowrl.device import prepare_torch
 from flowrl.exploration import make_noise
 from flowrl.gae import estimate_interleaved, normalize_advantages
+from flowrl.loss import approx_kl, executed_mask, log_ratio, outside_clip
 from flowrl.policy.critic import Critic
 from flowrl.policy.loading import load_policy
-from flowrl.ppo import PPO, approx_kl, executed_mask, log_ratio, outside_clip
+from flowrl.ppo import PPO
 from flowrl.prefix import Rows
 from flowrl.preset import load_preset, with_preset
 from flowrl.rollout import collect

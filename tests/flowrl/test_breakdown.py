@@ -8,9 +8,10 @@ import torch
 
 from flowrl.breakdown import break_down, element_sums
 from flowrl.config import TrainConfig
+from flowrl.loss import executed_mask, log_ratio, outside_clip
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
-from flowrl.ppo import PPO, executed_mask, log_ratio, outside_clip
+from flowrl.ppo import PPO
 from flowrl.prefix import Rows
 from flowrl.record import scalars
 from toy import SPEC, ToyPolicy, toy_decisions

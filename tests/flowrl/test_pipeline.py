@@ -65,14 +65,31 @@ def test_training_is_the_same_for_any_number_of_environments_and_groups(tmp_path
         assert_equal(runs[0], other)
 
 
-def test_training_of_a_smolvla_is_the_same_for_any_number_of_environments_and_groups(tmp_path):
+def test_training_is_the_same_for_any_number_of_threads(tmp_path, monkeypatch):
+    """Parts of a minibatch and of a round in threads of their own, against one after the other."""
+    monkeypatch.setattr("flowrl.ppo.CPU_PART", 3)
+    runs = []
+    for threads in (5, 2, 1):
+        out = str(tmp_path / f"{threads}")
+        config = replace(
+            CONFIG, env_id="toy_inline:ToyInline-v0", envs=7, minibatch=16, torch_threads=threads, out=out
+        )
+        runs.append(results(train(config, lambda path, **_: load_toy(path))))
+    assert runs[0][0][2]["kl"] > 0 and runs[0][0][2]["ratio_max_dev"] == 0
+    for other in runs[1:]:
+        assert_equal(runs[0], other)
+
+
+def test_training_of_a_smolvla_is_the_same_for_any_number_of_environments_groups_and_threads(
+    tmp_path, monkeypatch
+):
     """With images of 128 pixels, 16 tokens: at 4 tokens a batch of two is multiplied by another kernel than one of three."""
-    torch.set_num_threads(1)
+    monkeypatch.setattr("flowrl.ppo.CPU_PART", 2)
     folder = tmp_path / "policy"
     policy = build_smolvla(folder / "vlm", size=replace(SMALL, image_size=128), seed=1)
     save_policy_folder(folder, policy, statistics())
     runs = []
-    for envs, pipeline in ((4, 2), (3, 1), (2, 1)):
+    for envs, pipeline, threads in ((4, 2, 1), (4, 1, 2), (3, 1, 1), (2, 1, 1)):
         config = replace(
             CONFIG,
             policy=str(folder),
@@ -84,6 +101,7 @@ def test_training_of_a_smolvla_is_the_same_for_any_number_of_environments_and_gr
             lr=1e-5,
             envs=envs,
             pipeline=pipeline,
+            torch_threads=threads,
             out=str(tmp_path / f"{envs}-{pipeline}"),
         )
         runs.append(results(train(config)))

@@ -13,19 +13,12 @@ from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.flow.sampler import episode_noise, sample_chain
 from flowrl.flow.schedule import geometric_schedule
+from flowrl.loss import approx_kl, clipped_loss, executed_mask, log_ratio, masked_mean
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowSpec
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
-from flowrl.ppo import (
-    PPO,
-    adapted_lr,
-    approx_kl,
-    clipped_loss,
-    executed_mask,
-    log_ratio,
-    masked_mean,
-)
+from flowrl.ppo import PPO, adapted_lr
 from flowrl.prefix import HostPrefix, Prefix, Rows
 from flowrl.rollout import Decisions
 from toy import SPEC, ToyPolicy, toy_decisions

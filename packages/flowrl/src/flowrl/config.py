@@ -41,7 +41,8 @@ class TrainConfig:
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
-    """Threads of torch on the CPU. More of them starve the simulators."""
+    """Threads of the policy on a CPU; results do not depend on their number there if it is small and not compiled, since each thread
+    then has whole parts of the minibatch or of the environments. More of them than cores are free starve the simulators."""
     velocity: Literal["auto", "exact", "fused", "split", "tf32"] = "auto"
     """How SmolVLA's denoising is computed. exact: LeRobot's own operations. fused: fewer and larger ones, on a GPU as CUDA graphs;
     actions differ by rounding. split: fused, its float32 products in three bfloat16 ones. tf32: fused, its float32 products in
@@ -192,7 +193,7 @@ class EvalConfig:
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
-    """Threads of torch on the CPU."""
+    """Threads of the policy on a CPU."""
     out: str = ""
     """Folder for the results. Empty: outputs/eval/<name of the policy>."""
 
@@ -249,7 +250,7 @@ class CheckConfig:
     device: str = "auto"
     """Where the policy runs: auto (cuda if there is one), cpu, cuda, cuda:N."""
     torch_threads: int = 2
-    """Threads of torch on the CPU."""
+    """Threads of the policy on a CPU."""
     out: str = ""
     """Folder for check.md and check.json. Empty: outputs/check/<name of the policy>."""
 

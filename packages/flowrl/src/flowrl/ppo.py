@@ -1,12 +1,8 @@
-"""PPO on stored denoising chains: the loss as pure functions, and one update loop.
-
-Every scored element of a chain has its own clipped ratio, as tokens do in language-model PPO: at the small noise of the
-last steps the probability of a whole step moves by hundreds of nats after one small update.
-Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7; KL estimate: Schulman 2020, "k3".
-"""
+"""PPO on stored denoising chains: one update loop; `loss` has its formulas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,74 +13,21 @@ from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.gradient_noise import GradientSums, NoiseScale, episode_groups
+from flowrl.loss import approx_kl, clipped_loss, executed_mask, log_ratio, outside_clip
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel, gaussian_entropy
 from flowrl.precision import Precision, matrix_products
 from flowrl.prefix import Rows
 from flowrl.rollout import Decisions
+from flowrl.threads import CpuThreads, sum_in_order
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this, so that exp stays finite; such ratios are far outside the clip range."""
+_Rest = TypeVar("_Rest")
+
 BAD_BATCHES_IN_A_ROW = 3
 CHECKED_ROUNDS = 4
 CPU_PART = 16
 """Decisions in one backward pass on a CPU: 256 at once of a 2 M policy take 8 GB and 2.7 times as long (benchmarks/update.py)."""
-
-
-def executed_mask(num_executed: Tensor, noise: NoiseModel) -> Tensor:
-    """1 for the elements that count, (B, 1, F, 1) float32.
-
-    In the white basis an element is one target of the chunk, and targets that never ran (the episode ended inside the
-    chunk) do not count. A cosine mode spans the whole chunk and always counts.
-    """
-    if noise.basis != "white":
-        return torch.ones(len(num_executed), 1, noise.num_elements, 1, device=num_executed.device)
-    targets = torch.arange(noise.num_elements, device=num_executed.device)
-    return (targets < num_executed[:, None]).float()[:, None, :, None]
-
-
-def log_ratio(new: Tensor, old: Tensor, mask: Tensor, unit: str) -> Tensor:
-    """Log of the probability ratio per unit, clamped to +-20: (B, K, F, A) for element, (B, K) for step, (B,) for chunk."""
-    difference = new - old
-    if unit == "step":
-        difference = (difference * mask).sum(dim=(2, 3))
-    elif unit == "chunk":
-        difference = (difference * mask).sum(dim=(1, 2, 3))
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the values whose mask is 1 (broadcast); 0 when there is none."""
-    mask = mask.expand_as(values)
-    return (values * mask).sum() / mask.sum().clamp(min=1.0)
-
-
-def clipped_loss(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - c, 1 + c) A), averaged over the units that count, and the fraction of ratios outside the clip.
-
-    Args:
-        log_ratios: (B, ...), one per unit.
-        advantages: (B,), normalized.
-        mask: Broadcasts to `log_ratios`.
-        clip: c.
-    """
-    ratio = log_ratios.exp()
-    advantage = advantages.view(-1, *[1] * (log_ratios.dim() - 1))
-    objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    return -masked_mean(objective, mask), masked_mean(outside_clip(log_ratios, clip), mask)
-
-
-def outside_clip(log_ratios: Tensor, clip: float) -> Tensor:
-    """1 for the units whose ratio is outside [1 - clip, 1 + clip], float32, of the same shape."""
-    return ((log_ratios.detach().exp() - 1).abs() > clip).float()
-
-
-def approx_kl(new: Tensor, old: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimates of KL(old || new) by (r - 1) - log r: the mean over elements, and the sum over a decision's elements, averaged."""
-    log_ratios = log_ratio(new.detach(), old, mask, "element")
-    kl = (log_ratios.exp() - 1) - log_ratios
-    return masked_mean(kl, mask), (kl * mask).sum(dim=(1, 2, 3)).mean()
 
 
 def adapted_lr(lr: float, kl: float, target: float) -> float:
@@ -151,6 +94,7 @@ class PPO:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.bad_in_a_row = 0
         self.noise_scale = NoiseScale()
+        self._threads = CpuThreads(policy)
 
     def update(
         self,
@@ -174,6 +118,17 @@ class PPO:
         Raises:
             FlowRLError: three minibatches in a row had a loss or gradient that is not finite.
         """
+        with CpuThreads(self.policy) as self._threads:
+            return self._update(decisions, advantages, returns, iteration, on_minibatch)
+
+    def _update(
+        self,
+        decisions: Decisions,
+        advantages: np.ndarray,
+        returns: np.ndarray,
+        iteration: int,
+        on_minibatch: Callable[[int], None],
+    ) -> UpdateStats:
         config, device = self.config, decisions.states.device
         advantage = torch.as_tensor(advantages, dtype=torch.float32, device=device)
         target = torch.as_tensor(returns, dtype=torch.float32, device=device)
@@ -244,8 +199,8 @@ class PPO:
             return float(max_dev), decisions.log_prob
         order = Rows.of(np.arange(len(decisions)), decisions.states.device)
         parts = [part for index in order.split(self.config.minibatch) for part in self._parts(index)]
-        with torch.no_grad():
-            return float(max_dev), torch.cat([self._log_prob(decisions, part) for part in parts])
+        scored = self._threads.map(torch.no_grad()(lambda part: self._log_prob(decisions, part)), parts)
+        return float(max_dev), torch.cat(scored)
 
     def _log_prob(self, decisions: Decisions, rows: Rows) -> Tensor:
         """The update's own kernel: all denoising steps of the chosen decisions in one batch, differentiable."""
@@ -275,15 +230,15 @@ class PPO:
         is the whole minibatch's mean and memory is a part's.
         """
         self.optimizer.zero_grad()
-        total = torch.zeros(len(_COLUMNS) - 2, device=old.device)
-        elements = torch.zeros(5, *old.shape[1:], device=old.device)
-        for rows in self._parts(minibatch):
+
+        def loss_of(rows: Rows) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             part = rows.index
             by_size, by_elements = len(part) / len(minibatch), self._share(decisions, part, minibatch.index)
             share = by_elements if self.config.ratio == "element" else by_size
             v_loss = 0.5 * (self.critic(decisions.features[part]) - target[part]).square().mean()
             loss = by_size * self.config.vf_coef * v_loss
-            row = torch.zeros_like(total)
+            row = torch.zeros(len(_COLUMNS) - 2, device=old.device)
+            elements = torch.zeros(5, *old.shape[1:], device=old.device)
             if train_policy:
                 new, old_log_prob = self._log_prob(decisions, rows), old[part]
                 pg_loss, clip_fraction, mask = self._policy_loss(
@@ -294,7 +249,7 @@ class PPO:
                     entropy = gaussian_entropy(self.noise.sigma(decisions.features[part])).mean()
                     loss = loss - by_size * self.config.entropy_coef * entropy
                 kl, kl_decision = approx_kl(new, old_log_prob, mask)
-                elements += self._element_sums(new.detach(), old_log_prob, mask)
+                elements = self._element_sums(new.detach(), old_log_prob, mask)
                 row = torch.stack(
                     [
                         share * pg_loss.detach(),
@@ -304,10 +259,10 @@ class PPO:
                         share * clip_fraction,
                     ]
                 )
-            with matrix_products(self.precision):
-                loss.backward()
             row[1] = by_size * v_loss.detach()
-            total += row
+            return loss, (row, elements)
+
+        total, elements = map(sum_in_order, zip(*self._add_gradients(loss_of, self._parts(minibatch))))
         zero = torch.zeros((), device=old.device)
         norms = [self._clip(group, zero) for group in self.groups]
         bad = ~torch.isfinite(torch.stack([total[0] + total[1], *norms])).all()
@@ -315,6 +270,31 @@ class PPO:
         self.optimizer.step()
         row = torch.cat([total, torch.stack([norms[0], bad.float()])])
         return row, torch.where(bad, torch.zeros_like(elements), elements)
+
+    def _add_gradients(
+        self, loss_of: Callable[[Rows], tuple[Tensor, _Rest]], parts: Sequence[Rows]
+    ) -> list[_Rest]:
+        """Adds the gradients of the parts' losses, in the order of the parts; returns what else `loss_of` tells of each."""
+        if self._threads.count == 1:
+            rests = []
+            for rows in parts:
+                loss, rest = loss_of(rows)
+                with matrix_products(self.precision):
+                    loss.backward()
+                rests.append(rest)
+            return rests
+        parameters = [parameter for group in self.groups for parameter in group]
+
+        def gradients_of(rows: Rows) -> tuple[tuple[Tensor | None, ...], _Rest]:
+            loss, rest = loss_of(rows)
+            return torch.autograd.grad(loss, parameters, allow_unused=True), rest
+
+        results = self._threads.map(gradients_of, parts)
+        for parameter, *gradients in zip(parameters, *(gradients for gradients, _ in results)):
+            own = [gradient for gradient in gradients if gradient is not None]
+            if own:
+                parameter.grad = sum_in_order(own)
+        return [rest for _, rest in results]
 
     def _parts(self, rows: Rows) -> Sequence[Rows]:
         """A minibatch in pieces that fit into memory: all of it on a GPU or of a small policy, `CPU_PART` decisions on a CPU."""
@@ -369,16 +349,20 @@ class PPO:
         if not groups:
             return
         sums, everything = GradientSums(), torch.arange(len(decisions), device=old.device)
+
+        def loss_of(rows: Rows) -> tuple[Tensor, None]:
+            part = rows.index
+            new = self._log_prob(decisions, rows)
+            loss, _, _ = self._policy_loss(decisions, part, new, old[part], advantage)
+            by_size, by_elements = len(part) / len(old), self._share(decisions, part, everything)
+            return loss * (by_elements if self.config.ratio == "element" else by_size), None
+
         for group in groups:
             self.optimizer.zero_grad()
-            for minibatch in Rows.of(group, old.device).split(self.config.minibatch):
-                for rows in self._parts(minibatch):
-                    part = rows.index
-                    new = self._log_prob(decisions, rows)
-                    loss, _, _ = self._policy_loss(decisions, part, new, old[part], advantage)
-                    by_size, by_elements = len(part) / len(old), self._share(decisions, part, everything)
-                    with matrix_products(self.precision):
-                        (loss * (by_elements if self.config.ratio == "element" else by_size)).backward()
+            minibatches = Rows.of(group, old.device).split(self.config.minibatch)
+            self._add_gradients(
+                loss_of, [rows for minibatch in minibatches for rows in self._parts(minibatch)]
+            )
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.groups[0]]
             sums.add(len(groups) * torch.cat([gradient.flatten() for gradient in gradients]))
         self.optimizer.zero_grad()

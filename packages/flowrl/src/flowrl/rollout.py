@@ -24,6 +24,7 @@ from flowrl.policy.noise import NoiseModel
 from flowrl.prefix import Offload, Prefix, PrefixStore, join_rows
 from flowrl.scenes import Scene
 from flowrl.sub_environment import select_rows
+from flowrl.threads import CpuThreads
 from flowrl.vector_env import Environments, group_list
 
 
@@ -111,7 +112,11 @@ def collect(
     store = PrefixStore(offload, policy.device)
     clock = _Clock("prepare", "sample", "env", "reset")
     rounds = 0
-    with Fleet(group_list(vec_env), scenes, early_stop, default_task, policy.takes_instruction) as fleet:
+    groups = group_list(vec_env)
+    with (
+        CpuThreads(policy) as threads,
+        Fleet(groups, scenes, early_stop, default_task, policy.takes_instruction) as fleet,
+    ):
         fleet.begin()
         clock.count("reset")
         while fleet.busy:
@@ -138,7 +143,8 @@ def collect(
             episodes = [live[row] for row in rows]
             prefix = policy.encode(select_rows(group.observation, np.array(rows)), [e.task for e in episodes])
             clock.count("prepare")
-            chain = _sample(policy, prefix, episodes, noise)
+            slices = threads.slices(len(rows))
+            chain = _sample(policy, prefix, episodes, noise, threads, slices)
             actions = _to_actions(policy, chain, episodes)
             clock.count("sample")
             where = [(episode.number, len(episode.rewards)) for episode in live.values()]
@@ -146,8 +152,9 @@ def collect(
             clock.count("env")
             if keep_decisions:  # while the environments simulate
                 prefix, chain, features = _without_padding(policy, prefix, chain, len(where))
-                store.add(prefix)
-                kept.append((chain, features, where))
+                for part in slices:  # the batches that were sampled
+                    store.add(prefix[part])
+                    kept.append((chain[part], features[part], where[part]))
             rounds += 1
         decisions = _join(kept, store, fleet.episodes) if kept else None
         return Rollout(fleet.ordered_episodes(), decisions, clock.seconds, clock.wall_s, rounds)
@@ -178,15 +185,27 @@ def pad_to_two(rows: list[int]) -> list[int]:
 
 
 def _sample(
-    policy: FlowPolicy, prefix: Prefix, episodes: Sequence[Episode], noise: NoiseModel | None
+    policy: FlowPolicy,
+    prefix: Prefix,
+    episodes: Sequence[Episode],
+    noise: NoiseModel | None,
+    threads: CpuThreads,
+    slices: Sequence[slice],
 ) -> Chain:
+    """The chains of a round; its slices are sampled side by side."""
     num_elements = noise.num_elements if noise is not None else None
     drawn = [episode_noise(e.torch_seed, len(e.rewards), policy.spec, num_elements) for e in episodes]
     x_0 = torch.stack([start for start, _ in drawn]).to(policy.device)
-    if noise is None:
-        return sample_chain(policy, prefix, x_0)
-    eps = torch.stack([noises for _, noises in drawn if noises is not None]).to(policy.device)
-    return sample_chain(policy, prefix, x_0, noise, eps)
+    eps = None
+    if noise is not None:
+        eps = torch.stack([noises for _, noises in drawn if noises is not None]).to(policy.device)
+    if len(slices) == 1:
+        return sample_chain(policy, prefix, x_0, noise, eps)
+
+    def sample(rows: slice) -> Chain:
+        return sample_chain(policy, prefix[rows], x_0[rows], noise, None if eps is None else eps[rows])
+
+    return Chain.concatenate(threads.map(sample, slices))
 
 
 def _to_actions(policy: FlowPolicy, chain: Chain, episodes: Sequence[Episode]) -> np.ndarray:
@@ -210,9 +229,7 @@ def _without_padding(
 ) -> tuple[Prefix, Chain, Tensor]:
     features = policy.prefix_features(prefix).float()
     if count < len(prefix):
-        assert chain.log_prob is not None
-        prefix, features = prefix[:count], features[:count]
-        chain = Chain(chain.states[:count], chain.log_prob[:count])
+        prefix, features, chain = prefix[:count], features[:count], chain[:count]
     return prefix, chain, features
 
 

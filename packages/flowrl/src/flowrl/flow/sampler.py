@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,20 @@ class Chain:
     def actions(self) -> Tensor:
         """The last state, (B, T, D); its first A dimensions are the normalized actions."""
         return self.states[:, -1]
+
+    def __getitem__(self, rows: slice) -> Chain:
+        """Some of the chains."""
+        return Chain(self.states[rows], None if self.log_prob is None else self.log_prob[rows])
+
+    @staticmethod
+    def concatenate(chains: Sequence[Chain]) -> Chain:
+        """Batches of chains as one; all scored, or none."""
+        if len(chains) == 1:
+            return chains[0]
+        log_probs = [chain.log_prob for chain in chains if chain.log_prob is not None]
+        return Chain(
+            torch.cat([chain.states for chain in chains]), torch.cat(log_probs) if log_probs else None
+        )
 
 
 @torch.no_grad()
@@ -73,7 +88,7 @@ def sample_chain(
         if policy.graphs is None
         else _replay(policy, policy.graphs, prefix, x_0, noise, eps)
     )
-    return Chain(chain.states[:batch], None if chain.log_prob is None else chain.log_prob[:batch])
+    return chain[:batch]
 
 
 def _replay(
