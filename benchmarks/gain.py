@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
         "--envs", type=int, default=48, help="environments of a program; filtered has twice as many"
     )
     parser.add_argument("--iterations", type=int, default=150)
-    parser.add_argument("--ablation-iterations", type=int, default=60)
+    parser.add_argument("--ablation-iterations", type=int, default=40)
     parser.add_argument("--episodes", type=int, default=256, help="training episodes of an iteration")
     parser.add_argument("--val-episodes", type=int, default=256)
     parser.add_argument(

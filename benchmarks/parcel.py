@@ -47,8 +47,15 @@ def unfinished_runs(out: Path) -> list[Path]:
 
 
 def unpack_gain(dest: Path, out: Path, start: str) -> None:
-    """The contrary of `pack_gain`, into OUT; a policy whose weights do not come out as packed is refused."""
+    """The contrary of `pack_gain`, into OUT; a policy whose weights do not come out as packed is refused.
+
+    What OUT's records (stages.jsonl, jobs.jsonl) tell of other machines stays in them.
+    """
+    before = {path: path.read_text().splitlines() for path in out.glob("*.jsonl")}
     read_parts(dest / ARCHIVE, out)
+    for path, lines in before.items():
+        lines += [line for line in path.read_text().splitlines() if line not in lines]
+        path.write_text("".join(f"{line}\n" for line in lines))
     for changed in sorted(out.rglob(CHANGED)):
         rebuild(Path(start), changed.parent)
         print(f"{changed.parent}")

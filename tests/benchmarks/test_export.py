@@ -101,3 +101,14 @@ def test_collected_policies_are_the_packed_ones_bit_for_bit(program, checkpoint,
 def test_card_without_a_test_is_refused(program, tmp_path):
     with pytest.raises(FlowRLError, match="no test results of start, rl-seed1"):
         program("model_card").model_card(tmp_path, "rl-seed1", Path("models/x"))
+
+
+def test_records_of_two_machines_are_both_kept(program, tmp_path):
+    parcel, home = program("parcel"), tmp_path / "home"
+    stages = {"first": ["train 1", "train 2"], "second": ["train 2", "test 3"]}  # the second began with what was known
+    for machine, lines in stages.items():
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "stages.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        parcel.pack_gain(tmp_path / machine, tmp_path / "carried", str(CHESS_TINY))
+        parcel.unpack_gain(tmp_path / "carried", home, str(CHESS_TINY))
+    assert (home / "stages.jsonl").read_text().splitlines() == ["train 1", "train 2", "test 3"]
