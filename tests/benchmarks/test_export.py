@@ -105,7 +105,8 @@ def test_card_without_a_test_is_refused(program, tmp_path):
 
 def test_records_of_two_machines_are_both_kept(program, tmp_path):
     parcel, home = program("parcel"), tmp_path / "home"
-    stages = {"first": ["train 1", "train 2"], "second": ["train 2", "test 3"]}  # the second began with what was known
+    # The second machine began with a part of what was known.
+    stages = {"first": ["train 1", "train 2"], "second": ["train 2", "test 3"]}
     for machine, lines in stages.items():
         (tmp_path / machine).mkdir()
         (tmp_path / machine / "stages.jsonl").write_text("".join(f"{line}\n" for line in lines))
