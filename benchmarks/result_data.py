@@ -1,4 +1,4 @@
-"""Results of `gain.py`, read from its OUT folder or from the compact form that is committed; and that form, written.
+"""Results of `gain.py` or `larger_policy.py`, read from its OUT folder or from the compact form that is committed; and that form, written.
 
 Compact: runs/NAME.jsonl (the log's fields that are shown), runs/NAME.json (flags, machine), TEST/NAME.json (an evaluation's episodes in columns),
 fits/NAME.json (steps and demonstrations of the controls), usage.json (seconds on the machine).
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 LOG_FIELDS = (
-    "iteration", "train_episodes", "train_success", "train_toppled", "train_disturbed", "val_episodes", "val_success", "val_gain", "kl",
-    "kl_decision", "clip_fraction", "explained_variance", "ratio_max_dev", "lr", "rollout_s", "update_s", "val_seconds",
+    "iteration", "train_episodes", "train_success", "train_toppled", "train_disturbed", "val_episodes", "val_success", "val_gain",
+    "val_gain_low", "val_gain_high", "kl", "kl_decision", "clip_fraction", "explained_variance", "ratio_max_dev", "lr", "rollout_s", "update_s", "val_seconds",
 )  # fmt: skip
 ARGS = ("flags", "preset", "versions", "commit", "device_name", "machine", "cpus")
 COLUMNS = (
@@ -50,6 +50,10 @@ class Run:
     def episodes(self) -> int:
         """Training episodes."""
         return sum(line.get("train_episodes") or 0 for line in self.lines)
+
+    def at(self, iteration: int, name: str) -> float | None:
+        """A field of the log at an iteration; None where it has none."""
+        return next((line.get(name) for line in self.lines if line["iteration"] == iteration), None)
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Episodes trained on so far, and the field's values, where it has one."""
@@ -89,7 +93,7 @@ class Results:
 
 
 def read_results(folder: Path, start: Path, commit: str | None = None) -> Results:
-    """From OUT of `gain.py`, or from the compact form.
+    """From OUT of `gain.py` or `larger_policy.py`, or from the compact form.
 
     Args:
         folder: Either.
@@ -116,6 +120,20 @@ def read_results(folder: Path, start: Path, commit: str | None = None) -> Result
     )
     commit = commit or usage.get("commit")
     return Results(runs, tests, fits, usage["stages"], usage["changed_tensors"], commit)
+
+
+def merged(parts: Sequence[Results]) -> Results:
+    """Results of several machines as one; a part that two of them have is the later one's, the stages are all of them."""
+    names = sorted({test for part in parts for test in part.tests})
+    commits = [part.commit for part in parts if part.commit]
+    return Results(
+        runs={name: run for part in parts for name, run in part.runs.items()},
+        tests={name: {k: v for part in parts for k, v in part.tests.get(name, {}).items()} for name in names},
+        fits={name: fit for part in parts for name, fit in part.fits.items()},
+        usage=[stage for part in parts for stage in part.usage],
+        unchanged={name: count for part in parts for name, count in part.unchanged.items()},
+        commit="; ".join(dict.fromkeys(commits)) or None,
+    )
 
 
 def write_results(results: Results, folder: Path) -> None:
@@ -159,9 +177,9 @@ def _read_out(out: Path, start: Path, commit: str | None) -> Results:
     for path in sorted(out.glob("final/*/filtered_cloning.json")):
         record = json.loads(path.read_text())
         fits[path.parent.name] = {key: record[key] for key in ("flags", "successes", "decisions", "loss")}
-    for path in sorted(out.glob("final/*/clone.json")):
+    for path in sorted((*out.glob("final/*/clone.json"), *out.glob("*/clone.json"))):
         record = json.loads(path.read_text())
-        if path.parent.name.startswith("longer"):
+        if not path.parent.name.startswith("filtered"):
             fits[path.parent.name] = {
                 key: record[key] for key in ("config", "episodes_kept", "observations", "loss")
             }

@@ -20,7 +20,13 @@ ABLATIONS = {
     "learn-sigma": "`--learn-sigma`",
     "no-average": "`--average-decay 0`",
 }
+NOT_PLANNED = ("base", "no-average")
+"""Ablations that `gain.py` can run and that the proof does without: its own runs are the preset."""
+ABLATION_HEAD = [
+    "variant", "512 scenes, each seed", "mean", "256 scenes, each run", "mean", "with noise, last fifth"
+]  # fmt: skip
 MEASURES = {"clean lift": "clean_lift", "a neighbour disturbed": "disturbed", "piece toppled": "toppled"}
+PARTS = {"episodes": "rollout_s", "updates": "update_s", "validations": "val_seconds"}
 DISTRACTORS = ((0, 2), (3, 5), (6, 8))
 
 
@@ -168,34 +174,78 @@ def control_source(results: Results, name: str) -> str:
     config = fit["config"]
     return (
         f"{fit['episodes_kept']:,} of {config['record']['episodes']:,} demonstrations, {fit['observations']:,} observations; "
-        f"{config['steps']:,} steps of {config['batch']} at {config['lr']:g}"
+        f"{fit['loss'][-1][0]:,} steps of {config['batch']} at {config['lr']:g}"
     )
 
 
 def ablations_table(results: Results) -> str:
-    """Variants of the preset on validation scenes, with both seeds."""
+    """Variants of the preset on validation scenes, with both seeds; the preset itself: the proof's runs when they were as long."""
     evaluations = results.tests.get("validation", {})
     present = {name: seeds for name in ABLATIONS if (seeds := runs_of(evaluations, name))}
     if not present:
         return NOT_RUN
-    rows = [["variant", "success, each seed", "mean", "minus the preset [points]", "with noise, last fifth"]]
+    length = max(
+        (results.runs[s].iterations for seeds in present.values() for s in seeds if s in results.runs),
+        default=0,
+    )
+    preset = [name for name in EXPECTED_RUNS if name in results.runs]
+    rows = [ABLATION_HEAD]
+    if "base" not in present and preset:
+        rows.append(
+            [
+                f"the preset: the proof's runs at iteration {length}",
+                "",
+                "",
+                *validations(results, preset, length),
+            ]
+        )
     for name, seeds in present.items():
         own = [evaluations[seed].success for seed in seeds]
-        base = [evaluations[seed].success for seed in present.get("base", [])]
-        difference = pooled_difference(own, base).points() if base and name != "base" else ""
-        noisy = [f"{last_fifth(results, seed):.1%}" for seed in seeds if seed in results.runs]
-        cells = [
-            "; ".join(rate(success) for success in own),
-            f"{np.mean(own):.1%}",
-            difference,
-            ", ".join(noisy),
-        ]
-        rows.append([ABLATIONS[name], *cells])
+        runs = [seed for seed in seeds if seed in results.runs]
+        cells = ["; ".join(rate(success) for success in own), f"{np.mean(own):.1%}"]
+        rows.append([ABLATIONS[name], *cells, *validations(results, runs, length)])
     text = markdown(rows)
-    expected = [f"{name}-s{seed}" for name in ABLATIONS for seed in (1, 2)]
-    if missing := [name for name in expected if name not in evaluations]:
+    told = {name: [f"{name}-s{seed}" for seed in (1, 2)] for name in ABLATIONS if name not in NOT_PLANNED}
+    if missing := [seed for seeds in told.values() for seed in seeds if seed not in evaluations]:
         text += f"\nMissing: {', '.join(missing)}.\n"
     return text
+
+
+def validations(results: Results, runs: Sequence[str], iteration: int) -> list[str]:
+    """Cells of runs at an iteration: the validations in the run's own log, their mean, and success with noise in the last fifth."""
+    values = [value for run in runs if (value := results.runs[run].at(iteration, "val_success")) is not None]
+    noisy = [f"{last_fifth(results, run, iteration):.1%}" for run in runs]
+    mean = f"{np.mean(values):.1%}" if values else ""
+    return ["; ".join(f"{value:.1%}" for value in values), mean, ", ".join(noisy)]
+
+
+def larger_table(results: Results) -> str:
+    """The larger policy: how it was cloned, and its success in the RL run's validations, paired with the run's start."""
+    run = results.runs.get("rl")
+    if run is None:
+        return NOT_RUN
+    rows = [["iteration", "episodes", "success, no noise", "difference to the start, same scenes [points]"]]
+    episodes = 0
+    for line in run.lines:
+        episodes += line.get("train_episodes") or 0
+        if line.get("val_success") is None:
+            continue
+        successes = np.arange(count := line["val_episodes"]) < round(line["val_success"] * count)
+        gain = [line.get(name) for name in ("val_gain", "val_gain_low", "val_gain_high")]
+        told = Estimate(*gain).points() if gain[0] is not None else ""  # type: ignore[arg-type]
+        rows.append([str(line["iteration"]), f"{episodes:,}", rate(successes), told])
+    text = markdown(rows)
+    for name, fit in results.fits.items():
+        text += (
+            f"\n{name}: cloned from {control_source(results, name)}, last loss {fit['loss'][-1][1]:.3f}.\n"
+        )
+    for folder, evaluations in results.tests.items():
+        for name, evaluation in evaluations.items():
+            scenes = f"scenes 0-{len(evaluation.success) - 1} of seed {evaluation.seed:,}"
+            text += f"\n{name}, {folder}, {scenes}: {rate(evaluation.success)}.\n"
+    largest = max(line.get("ratio_max_dev") or 0.0 for line in run.lines)
+    spent = ", ".join(f"{part} {total(run.lines, key) / 60:.1f}" for part, key in PARTS.items())
+    return f"{text}\nMinutes: {spent}. Largest |ratio - 1| as sampled: {largest:.1g}. {run.args['device_name']}, commit {str(results.commit)[:7]}.\n"
 
 
 def provenance(results: Results, test: str) -> str:
@@ -218,10 +268,9 @@ def usage_table(results: Results) -> str:
     text = markdown(rows)
     for name in [name for name in EXPECTED_RUNS if name in results.runs]:
         run = results.runs[name]
-        parts = {part: total(run.lines, part) / 60 for part in ("rollout_s", "update_s", "val_seconds")}
+        spent = ", ".join(f"{part} {total(run.lines, key) / 60:.1f}" for part, key in PARTS.items())
         text += (
-            f"\n{name}: {run.iterations} iterations, {run.episodes:,} episodes; episodes {parts['rollout_s']:.1f} min, "
-            f"updates {parts['update_s']:.1f}, validations {parts['val_seconds']:.1f}; largest |ratio - 1| as sampled "
+            f"\n{name}: {run.iterations} iterations, {run.episodes:,} episodes; minutes: {spent}; largest |ratio - 1| as sampled "
             f"{max((line.get('ratio_max_dev') or 0.0 for line in run.lines), default=0.0):.1g}.\n"
         )
     return text
@@ -231,9 +280,9 @@ def total(lines: Sequence[dict[str, Any]], name: str) -> float:
     return sum(line.get(name) or 0.0 for line in lines)
 
 
-def last_fifth(results: Results, name: str) -> float:
-    """Mean training success, with noise, of a run's last fifth."""
-    values = results.runs[name].curve("train_success")[1]
+def last_fifth(results: Results, name: str, iteration: int) -> float:
+    """Mean training success, with noise, of the last fifth of a run up to an iteration."""
+    values = results.runs[name].curve("train_success")[1][:iteration]
     return float(np.mean(values[-max(1, len(values) // 5) :]))
 
 

@@ -9,6 +9,7 @@ Fills the parts of the page between `<!-- results:NAME -->` and `<!-- /results:N
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from result_data import Results, read_results, write_results
+from result_data import Results, merged, read_results, write_results
 from result_plots import learning_curves
 from result_tables import (
     NOT_RUN,
@@ -25,6 +26,7 @@ from result_tables import (
     controls_table,
     final_table,
     groups_table,
+    larger_table,
     measures_table,
     usage_table,
 )
@@ -48,7 +50,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="OUT of gain.py, or the compact form")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="+",
+        help="OUT of gain.py, or the compact form; of several, the later ones win",
+    )
     parser.add_argument("--save", type=Path, help="write the compact form here")
     parser.add_argument("--commit", help="of the code that ran, where the machine had no git")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/results.md")
@@ -56,17 +63,30 @@ def main() -> None:
     parser.add_argument(
         "--start", type=Path, default=ROOT / "models/chess-tiny", help="the start's policy folder"
     )
+    parser.add_argument(
+        "--larger",
+        type=Path,
+        default=ROOT / "benchmarks/results/larger",
+        help="OUT of larger_policy.py, or its compact form",
+    )
+    parser.add_argument("--save-larger", type=Path, help="write its compact form here")
     args = parser.parse_args()
-    if not args.folder.is_dir():
-        sys.exit(f"error: {args.folder}: no such folder; give OUT of gain.py, or the compact form")
-    results = read_results(args.folder, args.start, args.commit)
+    for folder in args.folder:
+        if not folder.is_dir():
+            sys.exit(f"error: {folder}: no such folder; give OUT of gain.py, or the compact form")
+    results = merged([read_results(folder, args.start) for folder in args.folder])
+    if args.commit:
+        results = replace(results, commit=args.commit)
     if args.save:
         write_results(results, args.save)
-    blocks = {name: table(results) for name, table in TABLES.items()}
+    larger = read_results(args.larger, args.start)
+    if args.save_larger:
+        write_results(larger, args.save_larger)
+    blocks = {name: table(results) for name, table in TABLES.items()} | {"larger": larger_table(larger)}
     drawn = learning_curves(results, args.images / CURVES)
     blocks["curves"] = f"![Learning curves of the runs](images/{CURVES})\n" if drawn else NOT_RUN
     args.page.write_text(filled(args.page.read_text(), blocks))
-    for name in ("claim", "final", "controls", "ablations", "usage"):
+    for name in ("claim", "final", "controls", "ablations", "larger", "usage"):
         print(f"{name}\n{blocks[name]}")
 
 

@@ -136,6 +136,53 @@ def test_parts_that_do_not_exist_say_so(program, results):
     assert "| not yet run | open |" in claim
 
 
+def test_ablations_stand_beside_the_proofs_own_run_when_it_was_as_long(program, results, out):
+    data = program("result_data")
+    write(out.parent / "other/validation/ratio-step-s1/eval_results.json", evaluation(np.arange(SCENES) < 30))
+    run = out.parent / "other/runs/ratio-step-s1"
+    write(run / "args.json", {"flags": FLAGS, "commit": "def", "device_name": "a GPU"})
+    lines = run_log([0.2, 0.7])
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other = data.read_results(out.parent / "other", ROOT / "models/chess-tiny")
+    both = data.merged([results, other])
+    assert both.commit == "abc; def" and list(both.usage) == list(results.usage)
+    assert both.tests["test"] == results.tests["test"]
+    table = program("result_tables").ablations_table(both).splitlines()
+    # The proof's run has no validation at iteration 2; its training success there was .5.
+    assert table[2] == "| the preset: the proof's runs at iteration 2 |  |  |  |  | 50.0% |"
+    assert table[3] == "| `--ratio step` | 30/40 = 75.0% (59.8 to 85.8) | 75.0% | 90.0% | 90.0% | 70.0% |"
+    assert table[-1] == (
+        "Missing: no-critic-s1, no-critic-s2, ratio-step-s2, ratio-chunk-s1, ratio-chunk-s2, learn-sigma-s1, learn-sigma-s2."
+    )
+
+
+def test_of_two_folders_the_later_ones_parts_win(program, results):
+    data = program("result_data")
+    newer = data.Results(runs={"rl-seed1": data.Run([{"iteration": 7}], {})}, fits={"longer": {"loss": []}})
+    both = data.merged([results, newer])
+    assert both.runs["rl-seed1"].iterations == 7 and both.fits == newer.fits
+    assert data.merged([newer, results]).runs == results.runs
+
+
+def test_larger_policys_table_has_each_validation_and_what_it_was_cloned_from(program, tmp_path):
+    run = tmp_path / "runs/rl"
+    write(run / "args.json", {"flags": FLAGS, "commit": "abcdefghij", "device_name": "a GPU"})
+    lines = [line | {"val_episodes": 40} for line in run_log([0.4, 0.5])]
+    lines[-1] |= {"val_gain": 0.4, "val_gain_low": 0.25, "val_gain_high": 0.55}
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    clone = {"episodes_kept": 9, "observations": 450, "loss": [[50, 0.5], [123, 0.25]]}
+    config = {"record": {"episodes": 10}, "steps": 8000, "batch": 256, "lr": 1e-3}
+    write(tmp_path / "start/clone.json", clone | {"config": config})
+    write(tmp_path / "validation/start/eval_results.json", evaluation(np.arange(SCENES) < 20))
+    results = program("result_data").read_results(tmp_path, ROOT / "models/chess-tiny")
+    table = program("result_tables").larger_table(results)
+    assert "| 0 | 0 | 20/40 = 50.0% (35.2 to 64.8) |  |" in table
+    assert "| 2 | 512 | 36/40 = 90.0% (76.9 to 96.0) | +40.0 (+25.0 to +55.0) |" in table
+    assert "start: cloned from 9 of 10 demonstrations, 450 observations; 123 steps of 256 at 0.001" in table
+    assert "start, validation, scenes 0-39 of seed 9,000,003: 20/40 = 50.0% (35.2 to 64.8)." in table
+    assert "Largest |ratio - 1| as sampled: 0. a GPU, commit abcdefg." in table
+
+
 def test_black_pieces_are_counted_in_the_drawn_scene(program, results):
     columns = results.tests["test"]["start"].columns
     assert columns["distractors"][:5] == [len(draw_layout(SEED, i, (0, 8)).distractors) for i in range(5)]
