@@ -36,6 +36,7 @@ from transformers import DynamicCache
 
 from flowrl.flow.likelihood import rescore_flat
 from flowrl.flow.sampler import episode_noise, sample_chain
+from flowrl.graphs import GraphCache
 from flowrl.policy.loading import load_policy
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
@@ -81,17 +82,24 @@ def main() -> None:
         "chunks": [],
         "updates": [],
     }
+
+    def keep(kind: str, rows: Sequence[Row]) -> None:
+        """Written at once: a run that is cut off leaves what it has measured."""
+        results[kind] += rows
+        print(f"measured: {', '.join(f'{row["what"]} {row["batch"]}' for row in rows)}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+
     try:
         for mode, compiles in itertools.product(options.velocity, options.compile):
             bench.policy.choose_velocity(mode, compiles)
             for batch in options.batches:
-                results["chunks"] += bench.chunk(batch)
-            results["updates"] += bench.update(options.minibatch)
+                keep("chunks", bench.chunk(batch))
+            keep("updates", bench.update(options.minibatch))
     except TimeoutError as error:
         results["left_out"] = str(error)
+        keep("chunks", [])
     report(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def open_policy(name: str, device: torch.device) -> SmolVLAFlowPolicy:
@@ -194,8 +202,23 @@ class Benchmark:
             with matrix_products(precision):
                 ((score(encoded()) - old).exp() * advantage).mean().backward()
 
-        def fast(stored: Prefix) -> Tensor:
-            return rescore_flat(policy, stored, chain.states, noise)
+        names, axes = list(prefix.tensors), prefix.token_axes
+        graphs = GraphCache("the update", self.device, [*weights, *noise.buffers()])
+
+        def replayed(precision: Any) -> None:
+            """As `PPO` does with a whole minibatch."""
+
+            def function(states: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+                stored = Prefix(dict(zip(names, tensors)), axes)
+                with torch.enable_grad(), matrix_products(precision):
+                    new = rescore_flat(policy, stored, states, noise)
+                    return torch.autograd.grad(((new - old).exp() * advantage).mean(), weights)
+
+            inputs = [chain.states, *prefix.tensors.values()]
+            use = self.device.type == "cuda" and policy.graphs is not None
+            found = graphs.run(precision, function, inputs) if use else function(*inputs)
+            for weight, gradient in zip(weights, found, strict=True):
+                weight.grad = gradient
 
         def eager(stored: Prefix) -> Tensor:
             return self._lerobot_log_prob(stored, chain.states)
@@ -206,8 +229,8 @@ class Benchmark:
         ways: dict[str, Work] = {
             "lerobot": lambda: step(encode_again, eager, "float32"),
             "LeRobot, stored prefix": lambda: step(lambda: prefix, eager, "float32"),
-            "flowrl": lambda: step(lambda: prefix, fast, "float32"),
-            "flowrl, TF32": lambda: step(lambda: prefix, fast, "tf32"),
+            "flowrl": lambda: replayed("float32"),
+            "flowrl, TF32": lambda: replayed("tf32"),
         }
         if self.device.type == "cpu":
             del ways["flowrl, TF32"]

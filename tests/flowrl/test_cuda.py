@@ -1,20 +1,29 @@
 """The same training on a GPU."""
 
+import copy
+import gc
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from transformers import DynamicCache
 
 from flowrl.config import TrainConfig
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, integrate, sample_chain
+from flowrl.graphs import GraphCache
+from flowrl.policy.critic import Critic
+from flowrl.policy.layers import linear_gelu
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
+from flowrl.ppo import PPO
 from flowrl.precision import matrix_products
 from flowrl.prefix import HostPrefix, Prefix, PrefixStore
 from flowrl.record import TIME_FIELDS
+from flowrl.rollout import Decisions
 from flowrl.train import train
 from toy import load_toy
 
@@ -192,6 +201,85 @@ def test_a_chunk_on_a_gpu_is_lerobots_to_a_hundredth_of_a_degree(fast, make_obse
         limit = 0.2 if fast.velocity_mode == "tf32" else 0.01
         assert (fast.unnormalize(chain.actions[..., :6]) - expected).abs().max() < limit
     assert not fast.graphs.failed and not fast._encoders.failed
+
+
+@pytest.mark.parametrize("learn_sigma", [False, True])
+def test_an_update_as_cuda_graphs_is_the_one_without_bit_for_bit(fast, make_observation, learn_sigma):
+    """Also of graphs that follow weights which the optimizer has changed."""
+    count = 2 * SIZE + 1
+    noise = NoiseModel(fast.spec, learn_sigma=learn_sigma).to("cuda")
+    prefixes = [encoded(fast, make_observation, SIZE) for _ in range(3)]
+    x_0, eps = draw(fast, 3 * SIZE, noise)
+    parts = zip(prefixes, x_0.split(SIZE), eps.split(SIZE))
+    chains = [sample_chain(fast, prefix, start, noise, drawn) for prefix, start, drawn in parts]
+    prefix = Prefix.concatenate(prefixes)[:count]
+    decisions = Decisions(
+        prefix=prefix,
+        states=torch.cat([chain.states for chain in chains])[:count],
+        log_prob=torch.cat([chain.log_prob for chain in chains])[:count].detach(),
+        features=fast.prefix_features(prefix),
+        num_executed=torch.arange(40, 40 + count, device="cuda"),
+        episode=np.arange(count),
+        order=np.zeros(count, dtype=np.int64),
+        rounds=[np.arange(SIZE), np.arange(SIZE, 2 * SIZE)],
+    )
+    advantages, returns = np.random.default_rng(0).standard_normal((2, count))
+    config = TrainConfig(minibatch=SIZE, epochs=2, lr=1e-3, critic_warmup=0, target_kl=1e9)
+    start = copy.deepcopy(fast.module.state_dict())
+    results = []
+    for graphs in (False, True):
+        fast.module.load_state_dict(start)
+        own = copy.deepcopy(noise)
+        torch.manual_seed(0)
+        ppo = PPO(fast, own, Critic(decisions.features.shape[1]).to("cuda"), config)
+        assert ppo._graphs is not None
+        cache = ppo._graphs
+        if not graphs:
+            ppo._graphs = None
+        stats = ppo.update(decisions, advantages, returns, iteration=1)
+        modules = (fast.module, own, ppo.critic)
+        weights = [tensor.clone() for module in modules for tensor in module.state_dict().values()]
+        results.append((weights, stats))
+        assert len(cache._graphs) == graphs and not cache.failed
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    assert results[0][1] == results[1][1]
+    changed = [not torch.equal(start[name], value) for name, value in fast.module.state_dict().items()]
+    assert any(changed) and not all(changed)
+
+
+def test_graphs_that_are_garbage_do_not_break_a_capture_off():
+    def double(x):
+        _ = [[number] for number in range(1000)]  # for which the collector is called
+        return (2 * x,)
+
+    x = torch.arange(3.0, device="cuda")
+    old = GraphCache("an old function", x.device, [])
+    old.run("key", double, [x])
+    circle = [old]
+    circle.append(circle)
+    del old, circle
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        new = GraphCache("a function", x.device, [])
+        assert torch.equal(new.run("key", double, [x])[0], 2 * x) and not new.failed
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_gelu_in_the_products_kernel_is_nearer_to_the_truth_than_in_one_of_its_own():
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).mul(scale).bfloat16().cuda()
+        for shape, scale in (((300, 96), 1.0), ((200, 96), 0.1), ((200,), 1.0))
+    )
+    exact = functional.gelu(functional.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    apart = functional.gelu(functional.linear(x, weight, bias), approximate="tanh")
+    errors = [
+        ((found.double() - exact).norm() / exact.norm()).item()
+        for found in (linear_gelu(x, weight, bias), apart)
+    ]
+    assert errors[0] < 2**-8 and errors[0] < 1.05 * errors[1]
 
 
 def test_rows_that_fill_a_batch_up_change_nothing_on_a_gpu(fast, make_observation):

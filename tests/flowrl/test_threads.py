@@ -78,3 +78,14 @@ def test_sum_is_that_of_backward_passes_in_order():
     assert torch.equal(total, parameter.grad)
     total.zero_()
     assert parts[0].any()  # not written over
+
+
+def test_sum_of_gradients_that_lie_in_another_order_steps_as_backward_passes_do():
+    gradient = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).t()
+    weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]
+    weights[0].grad = sum_in_order([gradient])
+    (weights[1] * gradient).sum().backward()
+    for weight in weights:
+        torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+    assert torch.equal(*weights)
+    assert torch.equal(weights[0].sign(), -gradient.sign())

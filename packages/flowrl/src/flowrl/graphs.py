@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +45,7 @@ class GraphCache:
         inputs: Sequence[Tensor],
         weights: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """`function(*inputs)` without gradients, in memory of its own. It must not wait for the device.
+        """`function(*inputs)` in memory of its own, without gradients but for those that it takes itself. It must not wait for the device.
 
         Args:
             key: With the shapes and dtypes of the inputs it determines what the function does.
@@ -84,11 +86,27 @@ class GraphCache:
         torch.cuda.current_stream().wait_stream(stream)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with (
+                without_collection(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 outputs = function(*static)
         finally:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
         return _Graph(graph, static, outputs, places, function)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Collects garbage, and then none within: graphs that are found unused there, of a policy before, would break the capture off."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass

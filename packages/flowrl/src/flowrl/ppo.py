@@ -1,8 +1,9 @@
 """PPO on stored denoising chains: one update loop; `loss` has its formulas."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,12 +14,13 @@ from flowrl.config import TrainConfig
 from flowrl.errors import FlowRLError
 from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.gradient_noise import GradientSums, NoiseScale, episode_groups
+from flowrl.graphs import GraphCache
 from flowrl.loss import approx_kl, clipped_loss, executed_mask, log_ratio, outside_clip
 from flowrl.policy.critic import Critic
 from flowrl.policy.interface import FlowPolicy
 from flowrl.policy.noise import NoiseModel, gaussian_entropy
 from flowrl.precision import Precision, matrix_products
-from flowrl.prefix import Rows
+from flowrl.prefix import Prefix, Rows
 from flowrl.rollout import Decisions
 from flowrl.threads import CpuThreads, sum_in_order
 
@@ -64,6 +66,23 @@ class UpdateStats:
     skipped: int = 0
 
 
+class Batch(NamedTuple):
+    """What the loss reads of B decisions; see `Decisions`.
+
+    Attributes:
+        old: (B, K, F, A), the log-probabilities to compare with.
+        advantage, target: (B,).
+    """
+
+    prefix: Prefix
+    states: Tensor
+    num_executed: Tensor
+    features: Tensor
+    old: Tensor
+    advantage: Tensor
+    target: Tensor
+
+
 _COLUMNS = ("pg_loss", "v_loss", "kl", "kl_decision", "clip_fraction", "grad_norm", "bad")
 
 
@@ -95,6 +114,13 @@ class PPO:
         self.bad_in_a_row = 0
         self.noise_scale = NoiseScale()
         self._threads = CpuThreads(policy)
+        self._part_size = config.minibatch
+        self._parameters = [parameter for group in self.groups for parameter in group]
+        self._have_gradient: list[bool] = []  # of the captured loss: a replay does not call it
+        self._graphs: GraphCache | None = None
+        if policy.graphs is not None:
+            read = [*self._parameters, *noise.buffers()]
+            self._graphs = GraphCache("the update", policy.device, read)
 
     def update(
         self,
@@ -130,6 +156,8 @@ class PPO:
         on_minibatch: Callable[[int], None],
     ) -> UpdateStats:
         config, device = self.config, decisions.states.device
+        whole = self.policy.is_small or device.type != "cpu"  # fits into memory
+        self._part_size = min(config.minibatch, config.minibatch if whole else CPU_PART, len(decisions))
         advantage = torch.as_tensor(advantages, dtype=torch.float32, device=device)
         target = torch.as_tensor(returns, dtype=torch.float32, device=device)
         train_policy = iteration > config.critic_warmup and bool(np.any(advantages))
@@ -198,14 +226,28 @@ class PPO:
         if kernels_agree:
             return float(max_dev), decisions.log_prob
         order = Rows.of(np.arange(len(decisions)), decisions.states.device)
-        parts = [part for index in order.split(self.config.minibatch) for part in self._parts(index)]
+        parts = [
+            part for index in order.split(self.config.minibatch) for part in index.split(self._part_size)
+        ]
         scored = self._threads.map(torch.no_grad()(lambda part: self._log_prob(decisions, part)), parts)
         return float(max_dev), torch.cat(scored)
 
     def _log_prob(self, decisions: Decisions, rows: Rows) -> Tensor:
         """The update's own kernel: all denoising steps of the chosen decisions in one batch, differentiable."""
+        size = self._part_size if self.policy.compiled else len(rows)
+        parts = [
+            self._score(decisions.prefix[part], decisions.states[part.index]) for part in rows.split(size)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _score(self, prefix: Prefix, states: Tensor) -> Tensor:
+        """`rescore_flat`. A compiled policy would be compiled anew for each size: there the last row fills all parts up to one."""
+        count = len(states)
+        if self.policy.compiled and count < self._part_size:
+            rows = torch.arange(self._part_size, device=states.device).clamp_(max=count - 1)
+            prefix, states = prefix[rows], states[rows]
         with matrix_products(self.precision):
-            return rescore_flat(self.policy, decisions.prefix[rows], decisions.states[rows.index], self.noise)
+            return rescore_flat(self.policy, prefix, states, self.noise)[:count]
 
     def _minibatches(
         self, num_decisions: int, iteration: int, epoch: int, device: torch.device
@@ -230,39 +272,24 @@ class PPO:
         is the whole minibatch's mean and memory is a part's.
         """
         self.optimizer.zero_grad()
+        num_elements = executed_mask(decisions.num_executed[minibatch.index], self.noise).sum()
+
+        def batch_of(rows: Rows) -> Batch:
+            index = rows.index
+            values = (
+                *(decisions.states, decisions.num_executed, decisions.features),
+                *(old, advantage, target),
+            )
+            return Batch(decisions.prefix[rows], *(tensor[index] for tensor in values))
 
         def loss_of(rows: Rows) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            part = rows.index
-            by_size, by_elements = len(part) / len(minibatch), self._share(decisions, part, minibatch.index)
-            share = by_elements if self.config.ratio == "element" else by_size
-            v_loss = 0.5 * (self.critic(decisions.features[part]) - target[part]).square().mean()
-            loss = by_size * self.config.vf_coef * v_loss
-            row = torch.zeros(len(_COLUMNS) - 2, device=old.device)
-            elements = torch.zeros(5, *old.shape[1:], device=old.device)
-            if train_policy:
-                new, old_log_prob = self._log_prob(decisions, rows), old[part]
-                pg_loss, clip_fraction, mask = self._policy_loss(
-                    decisions, part, new, old_log_prob, advantage
-                )
-                loss = loss + share * pg_loss
-                if self.config.entropy_coef:
-                    entropy = gaussian_entropy(self.noise.sigma(decisions.features[part])).mean()
-                    loss = loss - by_size * self.config.entropy_coef * entropy
-                kl, kl_decision = approx_kl(new, old_log_prob, mask)
-                elements = self._element_sums(new.detach(), old_log_prob, mask)
-                row = torch.stack(
-                    [
-                        share * pg_loss.detach(),
-                        row[1],
-                        by_elements * kl,
-                        by_size * kl_decision,
-                        share * clip_fraction,
-                    ]
-                )
-            row[1] = by_size * v_loss.detach()
-            return loss, (row, elements)
+            return self._loss(batch_of(rows), len(rows) / len(minibatch), num_elements, train_policy)
 
-        total, elements = map(sum_in_order, zip(*self._add_gradients(loss_of, self._parts(minibatch))))
+        if train_policy and self._graphs is not None and len(minibatch) == self.config.minibatch:
+            rests = [self._replay(self._graphs, batch_of(minibatch))]
+        else:
+            rests = self._add_gradients(loss_of, minibatch.split(self._part_size))
+        total, elements = map(sum_in_order, zip(*rests))
         zero = torch.zeros((), device=old.device)
         norms = [self._clip(group, zero) for group in self.groups]
         bad = ~torch.isfinite(torch.stack([total[0] + total[1], *norms])).all()
@@ -270,6 +297,62 @@ class PPO:
         self.optimizer.step()
         row = torch.cat([total, torch.stack([norms[0], bad.float()])])
         return row, torch.where(bad, torch.zeros_like(elements), elements)
+
+    def _loss(
+        self, batch: Batch, by_size: float, num_elements: Tensor, train_policy: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A part's share of a minibatch's loss, and of what `_step` returns.
+
+        Args:
+            batch: The part.
+            by_size: Its share of the decisions.
+            num_elements: (), executed ones of the minibatch.
+            train_policy: Whether there is more than the critic's loss.
+        """
+        config, old = self.config, batch.old
+        v_loss = 0.5 * (self.critic(batch.features) - batch.target).square().mean()
+        loss = by_size * config.vf_coef * v_loss
+        row = torch.zeros(len(_COLUMNS) - 2, device=old.device)
+        sums = torch.zeros(5, *old.shape[1:], device=old.device)
+        if train_policy:
+            new = self._score(batch.prefix, batch.states)
+            mask = executed_mask(batch.num_executed, self.noise)
+            by_elements = mask.sum() / num_elements.clamp(min=1.0)
+            share = by_elements if config.ratio == "element" else by_size
+            pg_loss, clip_fraction = self._policy_loss(new, old, batch.advantage, mask)
+            loss = loss + share * pg_loss
+            if config.entropy_coef:
+                entropy = gaussian_entropy(self.noise.sigma(batch.features)).mean()
+                loss = loss - by_size * config.entropy_coef * entropy
+            kl, kl_decision = approx_kl(new, old, mask)
+            sums = self._element_sums(new.detach(), old, mask)
+            shares = share * pg_loss.detach(), row[1], by_elements * kl, by_size * kl_decision
+            row = torch.stack([*shares, share * clip_fraction])
+        row[1] = by_size * v_loss.detach()
+        return loss, (row, sums)
+
+    def _replay(self, graphs: GraphCache, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Gradients of a whole minibatch as a CUDA graph: to launch its kernels takes the host longer than they run."""
+        names, axes = list(batch.prefix.tensors), batch.prefix.token_axes
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            prefix = Prefix(dict(zip(names, tensors)), axes)
+            own = Batch(prefix, *tensors[len(names) :])
+            num_elements = executed_mask(own.num_executed, self.noise).sum()
+            with torch.enable_grad():
+                loss, rest = self._loss(own, 1.0, num_elements, True)
+                with matrix_products(self.precision):
+                    gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            self._have_gradient = [gradient is not None for gradient in gradients]
+            own_gradients = (gradient.contiguous() for gradient in gradients if gradient is not None)
+            return *rest, *own_gradients  # contiguous as the weights are: see `sum_in_order`
+
+        key = ("update", self.policy.velocity_mode, self.policy.compiled, *names)
+        row, sums, *gradients = graphs.run(key, function, [*batch.prefix.tensors.values(), *batch[1:]])
+        own = itertools.compress(self._parameters, self._have_gradient)
+        for parameter, gradient in zip(own, gradients, strict=True):
+            parameter.grad = gradient
+        return row, sums
 
     def _add_gradients(
         self, loss_of: Callable[[Rows], tuple[Tensor, _Rest]], parts: Sequence[Rows]
@@ -283,7 +366,7 @@ class PPO:
                     loss.backward()
                 rests.append(rest)
             return rests
-        parameters = [parameter for group in self.groups for parameter in group]
+        parameters = self._parameters
 
         def gradients_of(rows: Rows) -> tuple[tuple[Tensor | None, ...], _Rest]:
             loss, rest = loss_of(rows)
@@ -296,26 +379,13 @@ class PPO:
                 parameter.grad = sum_in_order(own)
         return [rest for _, rest in results]
 
-    def _parts(self, rows: Rows) -> Sequence[Rows]:
-        """A minibatch in pieces that fit into memory: all of it on a GPU or of a small policy, `CPU_PART` decisions on a CPU."""
-        whole = self.policy.is_small or rows.index.device.type != "cpu"
-        return rows.split(len(rows) if whole else CPU_PART)
-
-    def _share(self, decisions: Decisions, part: Tensor, whole: Tensor) -> Tensor:
-        """The part's share of the executed elements of the whole."""
-        part_count, count = (
-            executed_mask(decisions.num_executed[index], self.noise).sum() for index in (part, whole)
-        )
-        return part_count / count.clamp(min=1.0)
-
     def _policy_loss(
-        self, decisions: Decisions, index: Tensor, new: Tensor, old: Tensor, advantage: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Clipped loss and clip fraction of the chosen decisions, and the mask of their elements."""
-        mask = executed_mask(decisions.num_executed[index], self.noise)
+        self, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Clipped loss and clip fraction of log-probabilities (B, K, F, A), with the mask of their elements."""
         ratios = log_ratio(new, old, mask, self.config.ratio)
         weight = mask if self.config.ratio == "element" else torch.ones_like(ratios)
-        return *clipped_loss(ratios, advantage[index], weight, self.config.clip), mask
+        return clipped_loss(ratios, advantage, weight, self.config.clip)
 
     def _element_sums(self, new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         clipped = outside_clip(log_ratio(new, old, mask, self.config.ratio), self.config.clip)
@@ -348,21 +418,22 @@ class PPO:
         groups = episode_groups(decisions.episode)
         if not groups:
             return
-        sums, everything = GradientSums(), torch.arange(len(decisions), device=old.device)
+        sums = GradientSums()
+        elements = executed_mask(decisions.num_executed, self.noise).sum()
 
         def loss_of(rows: Rows) -> tuple[Tensor, None]:
-            part = rows.index
+            index = rows.index
+            mask = executed_mask(decisions.num_executed[index], self.noise)
             new = self._log_prob(decisions, rows)
-            loss, _, _ = self._policy_loss(decisions, part, new, old[part], advantage)
-            by_size, by_elements = len(part) / len(old), self._share(decisions, part, everything)
+            loss, _ = self._policy_loss(new, old[index], advantage[index], mask)
+            by_size, by_elements = len(index) / len(old), mask.sum() / elements.clamp(min=1.0)
             return loss * (by_elements if self.config.ratio == "element" else by_size), None
 
         for group in groups:
             self.optimizer.zero_grad()
             minibatches = Rows.of(group, old.device).split(self.config.minibatch)
-            self._add_gradients(
-                loss_of, [rows for minibatch in minibatches for rows in self._parts(minibatch)]
-            )
+            parts = [rows for minibatch in minibatches for rows in minibatch.split(self._part_size)]
+            self._add_gradients(loss_of, parts)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.groups[0]]
             sums.add(len(groups) * torch.cat([gradient.flatten() for gradient in gradients]))
         self.optimizer.zero_grad()

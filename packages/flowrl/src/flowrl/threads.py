@@ -72,8 +72,11 @@ class CpuThreads:
 
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum from the first to the last, a tensor of its own: what .grad is after as many backward passes."""
-    total = tensors[0].clone()
+    """The sum from the first to the last, a contiguous tensor of its own: what .grad is after as many backward passes.
+
+    torch's fused AdamW takes a gradient's memory as if it lay in the weight's order, also where it does not.
+    """
+    total = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         total += tensor
     return total
