@@ -183,8 +183,8 @@ class Benchmark:
         rows[-1] |= {"peak_mb": memory, "floor_ms": floors["denoising"]}
         return rows
 
-    def update(self, minibatch: int) -> list[Row]:
-        """Forward and backward of a PPO minibatch, all denoising steps in one batch."""
+    def minibatch(self, minibatch: int) -> dict[str, Work]:
+        """Forward and backward of a PPO minibatch, all denoising steps in one batch, in each way; gradients are in `.grad`."""
         policy, noise = self.policy, self.noise
         observation, tasks = self._observation(minibatch), [TASK] * minibatch
         prefix = policy.encode(observation, tasks)
@@ -234,6 +234,11 @@ class Benchmark:
         }
         if self.device.type == "cpu":
             del ways["flowrl, TF32"]
+        return ways
+
+    def update(self, minibatch: int) -> list[Row]:
+        """Times and gradients of a minibatch in each way."""
+        ways, weights = self.minibatch(minibatch), list(self.policy.trainable_parameters().values())
         gradients, first = {}, {}
         for name, work in ways.items():
             start = time.perf_counter()
@@ -252,7 +257,9 @@ class Benchmark:
         with matrix_products("float32"):
             flops = self._count(ways["flowrl"])
         floors = {
-            "flowrl": self.clock.floor(flops, 0.0, "tf32" if policy.velocity_mode == "tf32" else "float32"),
+            "flowrl": self.clock.floor(
+                flops, 0.0, "tf32" if self.policy.velocity_mode == "tf32" else "float32"
+            ),
             "flowrl, TF32": self.clock.floor(flops, 0.0, "tf32"),
         }
         rows = []
