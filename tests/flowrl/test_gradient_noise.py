@@ -6,6 +6,7 @@ import torch
 
 from flowrl.config import TrainConfig
 from flowrl.gradient_noise import NUM_GROUPS, GradientSums, NoiseScale, episode_groups
+from flowrl.loss import executed_mask
 from flowrl.policy.critic import Critic
 from flowrl.policy.noise import NoiseModel
 from flowrl.ppo import PPO
@@ -104,7 +105,8 @@ def test_the_groups_contributions_add_up_to_the_gradient_of_the_whole(unit, monk
     index = torch.arange(40)
     new = ppo._log_prob(decisions, Rows.of(index, index.device))
     advantage = torch.as_tensor(advantages, dtype=torch.float32)
-    loss, _, _ = ppo._policy_loss(decisions, index, new, decisions.log_prob, advantage)
+    mask = executed_mask(decisions.num_executed, noise)
+    loss, _ = ppo._policy_loss(new, decisions.log_prob, advantage, mask)
     loss.backward()
     whole = torch.cat([p.grad.flatten() for p in ppo.groups[0]])
     torch.testing.assert_close(torch.stack(added).mean(0), whole, rtol=1e-3, atol=1e-6)
