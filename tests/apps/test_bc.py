@@ -142,11 +142,13 @@ def test_a_disk_that_fills_at_the_last_write_is_one_line_and_leaves_nothing(stag
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_without_room_for_the_weights_is_refused_before_cloning(stages, tmp_path, monkeypatch):
+@pytest.mark.parametrize("new", [False, True])
+def test_a_disk_without_room_for_the_weights_is_refused_before_cloning(stages, tmp_path, monkeypatch, new):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
+    which = {"size": "2m"} if new else {"policy": str(stages[0]), "train": "expert"}
     config = CloneConfig(
-        out=str(tmp_path / "full"), policy=str(stages[0]), train="expert", record=SLOPPY, steps=10**9, batch=2, device="cpu"
-    )  # fmt: skip
+        out=str(tmp_path / "full"), record=SLOPPY, steps=10**9, batch=2, device="cpu", **which
+    )
     with pytest.raises(FlowRLError, match="1 MiB are free there and the weights take"):
         run(config)
     assert list(tmp_path.iterdir()) == []

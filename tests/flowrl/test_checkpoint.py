@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -281,6 +282,25 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(trained, tmp_path,
     with pytest.raises(FlowRLError, match="No space left on device"):
         save(folder, trained, meta={"iteration": 2})
     assert load_training_state(folder).meta == {"iteration": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "flowrl.safetensors"])
+def test_a_disk_that_fills_while_weights_are_written_leaves_the_checkpoint_before(trained, tmp_path, part):
+    folder = save(tmp_path / "last", trained, meta={"iteration": 1})
+    sizes = sorted(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    own = (folder / part).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (own - 1 if own == sizes[-1] else own // 2, before[1]))
+    try:
+        with pytest.raises(
+            FlowRLError, match=r"could not be written .*File too large.*the one before is intact"
+        ):
+            save(folder, trained, meta={"iteration": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert load_training_state(folder).meta == {"iteration": 1}
+    load_policy(folder)
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 

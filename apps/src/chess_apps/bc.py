@@ -34,6 +34,17 @@ def run(config: CloneConfig) -> None:
     """Record or read demonstrations, clone them, write the policy folder ``config.out``."""
     check(config)
     out = Path(config.out)
+    initial = out.with_name(out.name + ".initial")
+    try:
+        _run(config, out, initial)
+    finally:
+        if config.policy == "new":
+            shutil.rmtree(initial, ignore_errors=True)
+    print(f"wrote {out}")
+
+
+def _run(config: CloneConfig, out: Path, initial: Path) -> None:
+    """``run``, with a folder for the policy before it is cloned, which lies there in the end."""
     demos = load_demonstrations(config)
     print(
         f"{demos.num_episodes} episodes, {len(demos)} observations, {demos.images.nbytes / 2**30:.2f} GiB of images"
@@ -43,7 +54,7 @@ def run(config: CloneConfig) -> None:
     )
     torch.manual_seed(config.seed)
     if config.policy == "new":
-        initial = _fresh(out.with_name(out.name + ".initial"))
+        _fresh(initial)
         size, statistics = demos.images.shape[2], demos.statistics()
         policy = build_smolvla(
             initial / "vlm",
@@ -88,9 +99,6 @@ def run(config: CloneConfig) -> None:
         write_record(unfinished, config, demos, curve)
         write_preset(unfinished, config, demos)
         unfinished.rename(out)
-    if config.policy == "new":
-        shutil.rmtree(initial)
-    print(f"wrote {out}")
 
 
 def _fresh(folder: Path) -> Path:
