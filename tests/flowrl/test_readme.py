@@ -14,7 +14,8 @@ from flowrl.errors import FlowRLError
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "packages/flowrl/README.md", "models/chess-tiny/README.md", "docs/algorithm.md", "docs/environment.md",
-    "docs/classic_control.md", "docs/baselines.md", "packages/lerobot_env_chess_pick/README.md",
+    "docs/classic_control.md", "docs/baselines.md", "docs/results.md", "docs/performance.md", "docs/experiments.md",
+    "packages/lerobot_env_chess_pick/README.md", "models/chess-tiny-rl/README.md",
 ]  # fmt: skip
 FLOWRL_PAGES = ["packages/flowrl/README.md", "docs/algorithm.md", "docs/classic_control.md"]
 """Pages on which every flag is one of flowrl's programs, but for those of `OTHER_PROGRAMS`."""
@@ -68,6 +69,20 @@ def test_flags_named_beside_a_program_are_its_own(page):
         name = code.split()[0]
         if name in CONFIGS:
             assert flags_in(code) <= flags_of(CONFIGS[name]), code
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_of_the_documentation_are_there_and_have_the_flags_that_it_gives_them(page):
+    """Also in running text. What is quoted is another program's."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()] + inline_code(text)
+    for line in lines:
+        for script, rest in re.findall(r"((?:benchmarks|apps/baselines)/\w+\.py)([^#;&|]*)", line):
+            source = (ROOT / script).read_text()
+            known = "parse_flags" in source or "tyro" in source  # from a config
+            for name in flags_in(re.sub(r"'[^']*'|\"[^\"]*\"", "", rest)):
+                assert known or f'"{name}"' in source, f"{script} {name}"
 
 
 @pytest.mark.parametrize("page", FLOWRL_PAGES)
