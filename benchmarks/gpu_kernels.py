@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from flowrl.flow.sampler import sample_chain
 from flowrl.flow.schedule import denoising_times
-from flowrl.policy.layers import linear_gelu
+from flowrl.policy.gelu_product import linear_gelu
 from flowrl.precision import matrix_products
 from flowrl.record import describe_machine
 

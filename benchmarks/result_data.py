@@ -145,11 +145,16 @@ def write_results(results: Results, folder: Path) -> None:
             {key: _short(line[key]) for key in LOG_FIELDS if line.get(key) is not None} for line in run.lines
         ]
         _write(folder / "runs" / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        _write(folder / "runs" / f"{name}.json", json.dumps(run.args) + "\n")
+        args = dict(run.args)
+        if "flags" in args:
+            args["flags"] = _without_folders(args["flags"])
+        _write(folder / "runs" / f"{name}.json", json.dumps(args) + "\n")
     for test, evaluations in results.tests.items():
         for name, evaluation in evaluations.items():
             _write(folder / test / f"{name}.json", json.dumps(vars(evaluation), separators=(",", ":")) + "\n")
     for name, fit in results.fits.items():
+        if "config" in fit:
+            fit = {**fit, "config": _without_folders(fit["config"])}
         _write(folder / "fits" / f"{name}.json", json.dumps(fit) + "\n")
     usage = {
         "stages": results.usage,
@@ -191,6 +196,14 @@ def _read_out(out: Path, start: Path, commit: str | None) -> Results:
     usage = _lines(out / "stages.jsonl") if (out / "stages.jsonl").is_file() else []
     commits = {run.args["commit"] for run in runs.values() if run.args.get("commit")}
     return Results(runs, tests, fits, usage, changed, commit or ", ".join(sorted(commits)) or None)
+
+
+def _without_folders(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths of a machine as the names of their files alone."""
+    return {
+        key: Path(value).name if isinstance(value, str) and value.startswith("/") else value
+        for key, value in flags.items()
+    }
 
 
 def _evaluation(results: Mapping[str, Any]) -> Evaluation:

@@ -166,12 +166,21 @@ def test_of_two_folders_the_later_ones_parts_win(program, results):
 
 def test_larger_policys_table_has_each_validation_and_what_it_was_cloned_from(program, tmp_path):
     run = tmp_path / "runs/rl"
-    write(run / "args.json", {"flags": FLAGS, "commit": "abcdefghij", "device_name": "a GPU"})
+    write(
+        run / "args.json",
+        {"flags": FLAGS | {"policy": "/a/start"}, "commit": "abcdefghij", "device_name": "a GPU"},
+    )
     lines = [line | {"val_episodes": 40} for line in run_log([0.4, 0.5])]
     lines[-1] |= {"val_gain": 0.4, "val_gain_low": 0.25, "val_gain_high": 0.55}
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     clone = {"episodes_kept": 9, "observations": 450, "loss": [[50, 0.5], [123, 0.25]]}
-    config = {"record": {"episodes": 10}, "steps": 8000, "batch": 256, "lr": 1e-3}
+    config = {
+        "record": {"episodes": 10},
+        "steps": 8000,
+        "batch": 256,
+        "lr": 1e-3,
+        "preset": "/a/b/preset.json",
+    }
     write(tmp_path / "start/clone.json", clone | {"config": config})
     write(tmp_path / "validation/start/eval_results.json", evaluation(np.arange(SCENES) < 20))
     results = program("result_data").read_results(tmp_path, ROOT / "models/chess-tiny")
@@ -181,6 +190,12 @@ def test_larger_policys_table_has_each_validation_and_what_it_was_cloned_from(pr
     assert "start: cloned from 9 of 10 demonstrations, 450 observations; 123 steps of 256 at 0.001" in table
     assert "start, validation, scenes 0-39 of seed 9,000,003: 20/40 = 50.0% (35.2 to 64.8)." in table
     assert "Largest |ratio - 1| as sampled: 0. a GPU, commit abcdefg." in table
+    data = program("result_data")
+    data.write_results(results, tmp_path / "compact")
+    again = data.read_results(tmp_path / "compact", ROOT / "models/chess-tiny")
+    assert program("result_tables").larger_table(again) == table
+    assert again.fits["start"]["config"] == config | {"preset": "preset.json"}  # no paths of a machine
+    assert again.runs["rl"].args["flags"] == FLAGS | {"policy": "start"}
 
 
 def test_black_pieces_are_counted_in_the_drawn_scene(program, results):

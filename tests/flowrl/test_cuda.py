@@ -16,7 +16,7 @@ from flowrl.flow.likelihood import rescore, rescore_flat
 from flowrl.flow.sampler import episode_noise, integrate, sample_chain
 from flowrl.graphs import GraphCache
 from flowrl.policy.critic import Critic
-from flowrl.policy.layers import linear_gelu
+from flowrl.policy.gelu_product import linear_gelu
 from flowrl.policy.noise import NoiseModel
 from flowrl.policy.smolvla import SmolVLAFlowPolicy
 from flowrl.ppo import PPO

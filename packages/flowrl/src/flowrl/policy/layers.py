@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowrl.policy.attention import UNSEEN, rotary
+from flowrl.policy.gelu_product import linear_gelu
 from flowrl.policy.split_product import split_linear
 
 type Linear = Tensor | tuple[Tensor, Tensor]
@@ -39,18 +40,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
 }
 """By the names of transformers' configs."""
-
-
-@torch.library.custom_op("flowrl::linear_gelu", mutates_args=())
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU's tanh form of x (n, in) weight^T (in, out) + bias, on a GPU in one kernel, of the sums before they are rounded. No gradient."""
-    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-
-
-@linear_gelu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(len(x), len(weight))
-
 
 ALIGNMENT = 8
 """Keys come in a multiple of this: tensor cores read and write rows of whole 16 bytes, which are 8 bfloat16 numbers or 4 float32
