@@ -1,6 +1,6 @@
 """Where a GPU's time goes in SmolVLA's chunk and minibatch: kernels by name, and levers that were tried, each against what is in use.
 
-    python benchmarks/gpu_kernels.py --json gpu_kernels.json                # 450 M parameters, random weights; about 100 s on an H200
+    python benchmarks/gpu_kernels.py --json gpu_kernels.json                # 450 M parameters, random weights
     python benchmarks/gpu_kernels.py --only attention streams
 
 `kernels`: sums over one call of the encoder, of the denoising and of a minibatch's gradients, each a CUDA graph, beside its time from end to
@@ -181,6 +181,7 @@ def streams(bench: Benchmark) -> list[dict[str, Any]]:
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 chain(half)
+        for side in sides:  # after both have begun
             current.wait_stream(side)
 
     works: dict[str, Callable[[], None]] = {

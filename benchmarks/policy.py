@@ -86,7 +86,8 @@ def main() -> None:
     def keep(kind: str, rows: Sequence[Row]) -> None:
         """Written at once: a run that is cut off leaves what it has measured."""
         results[kind] += rows
-        print(f"measured: {', '.join(f'{row["what"]} {row["batch"]}' for row in rows)}", flush=True)
+        if rows:
+            print(f"measured: {', '.join(f'{row["what"]} {row["batch"]}' for row in rows)}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=2) + "\n")
 

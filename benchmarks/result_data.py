@@ -123,14 +123,17 @@ def read_results(folder: Path, start: Path, commit: str | None = None) -> Result
 
 
 def merged(parts: Sequence[Results]) -> Results:
-    """Results of several machines as one; a part that two of them have is the later one's, the stages are all of them."""
+    """Results of several machines as one; a part that two of them have is the later one's, stages that both name are one."""
+    usage: list[Mapping[str, Any]] = []
+    for part in parts:
+        usage += [stage for stage in part.usage if stage not in usage]
     names = sorted({test for part in parts for test in part.tests})
     commits = [part.commit for part in parts if part.commit]
     return Results(
         runs={name: run for part in parts for name, run in part.runs.items()},
         tests={name: {k: v for part in parts for k, v in part.tests.get(name, {}).items()} for name in names},
         fits={name: fit for part in parts for name, fit in part.fits.items()},
-        usage=[stage for part in parts for stage in part.usage],
+        usage=usage,
         unchanged={name: count for part in parts for name, count in part.unchanged.items()},
         commit="; ".join(dict.fromkeys(commits)) or None,
     )

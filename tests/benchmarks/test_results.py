@@ -164,6 +164,14 @@ def test_of_two_folders_the_later_ones_parts_win(program, results):
     assert data.merged([newer, results]).runs == results.runs
 
 
+def test_a_folder_that_is_merged_twice_costs_once(program, results):
+    data = program("result_data")
+    other = data.Results(usage=[{"stage": "train", "seconds": 99.0, "cores": 32, "gpus": 2}])
+    once = data.merged([results, other])
+    assert [stage["seconds"] for stage in once.usage] == [540.0, 99.0]
+    assert data.merged([once, other]).usage == once.usage
+
+
 def test_larger_policys_table_has_each_validation_and_what_it_was_cloned_from(program, tmp_path):
     run = tmp_path / "runs/rl"
     write(

@@ -44,7 +44,7 @@ def run(config: CloneConfig) -> None:
 
 
 def _run(config: CloneConfig, out: Path, initial: Path) -> None:
-    """``run``, with a folder for the policy before it is cloned, which lies there in the end."""
+    """What ``run`` does between the checks and the end; ``initial`` holds a new policy before it is cloned, and ``run`` removes it."""
     demos = load_demonstrations(config)
     print(
         f"{demos.num_episodes} episodes, {len(demos)} observations, {demos.images.nbytes / 2**30:.2f} GiB of images"
